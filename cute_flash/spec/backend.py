@@ -1,0 +1,43 @@
+"""The contract a backend signs. The office (cute_flash.runtime) knows backends only through it.
+
+Kernels are called with flat positional arguments and launch on the current stream:
+
+    forward:  kernel(q, k, v, out, lse, scale)
+    backward: kernel(dout, q, k, v, out, lse, dlse, dq, dk, dv, scale)
+
+q, dq   (batch, seqlen_q, heads_q, head_dim)         out, dout (batch, seqlen_q, heads_q, head_dim_v)
+k, dk   (batch, seqlen_k, heads_kv, head_dim)        lse, dlse (batch, heads_q, seqlen_q) float32 (float64 for float64)
+v, dv   (batch, seqlen_k, heads_kv, head_dim_v)      scale     a finite Python float > 0
+
+lse is None where Plan.lse is False, dlse where Plan.lse_grad is False. The office never calls a kernel with an empty
+batch, head or sequence dimension, and hands over tensors that keep the backend's `row_alignment`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from .device import Device
+from .plan import Plan
+from .problem import Problem
+
+
+class Backend(Protocol):
+    name: str
+    exports: bool  # build() returns a CuTe-DSL object with export_to_c: the office keeps it on disk as a shared library
+    row_alignment: int  # bytes every row start and outer stride must be a multiple of; 0 = any strides are taken
+
+    def native(self, device: Device) -> bool:
+        """Is this backend the one made for the device? A native backend's refusal is a fallback, said aloud."""
+        ...
+
+    def refuse(self, problem: Problem) -> Sequence[str]:
+        """Why not: a sentence per limit, with the number. Empty = taken. No side effects, no heavy imports."""
+        ...
+
+    def plan(self, problem: Problem) -> Plan:
+        """What would run. Only called on problems that are not refused."""
+        ...
+
+    def build(self, plan: Plan) -> Callable[..., Any]:
+        """Compile. Heavy imports (cutlass, triton) happen in here only."""
+        ...

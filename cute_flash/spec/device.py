@@ -1,0 +1,39 @@
+"""The only file that asks torch.cuda about the hardware."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    type: str  # "cuda" or "cpu" (other torch device types pass through by name)
+    index: int
+    name: str
+    capability: tuple[int, int] | None  # None off CUDA
+    sm_count: int  # streaming multiprocessors; 0 off CUDA
+
+    def __str__(self) -> str:
+        if self.capability is None:
+            return self.type
+        return f"{self.name} (cuda:{self.index}, capability {self.capability[0]}.{self.capability[1]})"
+
+
+@functools.lru_cache(maxsize=64)
+def _describe_cuda(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    return Device("cuda", index, properties.name, capability, properties.multi_processor_count)
+
+
+def describe(device: torch.device) -> Device:
+    """Facts of a torch device. CUDA's are asked once per index and kept."""
+    if device.type != "cuda":
+        return Device(device.type, device.index or 0, device.type, None, 0)
+    return _describe_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def version_facts() -> dict[str, str]:
+    """torch and CUDA versions as `doctor` and the compile cache's key want them."""
+    return {"torch": torch.__version__, "cuda": str(torch.version.cuda)}

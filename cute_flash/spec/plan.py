@@ -1,0 +1,44 @@
+"""Plan: what a backend decided to run. The Plan IS the compile key: a kernel sees only its Plan and its operands."""
+
+from dataclasses import asdict, dataclass
+
+from .mask import FULL, Mask
+
+
+@dataclass(frozen=True)
+class Tile:
+    tile_m: int  # query rows of a CTA
+    tile_n: int  # keys of one step
+    stages: int = 2  # K/V ring slots (Triton: num_stages)
+    warps: int = 0  # MMA warps; 0 = follows from tile_m
+
+    def __str__(self) -> str:
+        return f"{self.tile_m}x{self.tile_n} stages={self.stages}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    backend: str
+    direction: str  # "forward" or "backward"
+    arch: str  # compile target: "sm_90a", "sm_100a", "8.0" for Triton, "" where nothing is compiled
+    dtype: str
+    head_dim: int  # as tiled: rounded up, so that one kernel serves every true head_dim under it
+    head_dim_v: int
+    mask: Mask = FULL
+    lse: bool = False
+    lse_grad: bool = False
+    deterministic: bool = False
+    ieee_float32: bool = True
+    tile: Tile | None = None
+    variant: str = ""  # names a different schedule under the same backend
+
+    def key(self) -> str:
+        """A stable text of every field, for the disk cache."""
+        return repr(sorted(asdict(self).items()))
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"
+        words = [self.backend, self.direction, self.arch, self.dtype, f"d={dims}", str(self.mask)]
+        words += [f"tile {self.tile}"] if self.tile else []
+        words += [self.variant] if self.variant else []
+        return " ".join(w for w in words if w)

@@ -1,0 +1,41 @@
+"""Problem: one attention call, described as a frozen value that prints itself. Backends read it; nothing else may."""
+
+from dataclasses import dataclass, field
+
+from .device import Device
+from .mask import FULL, Mask
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Problem:
+    direction: str  # FORWARD or BACKWARD
+    device: Device
+    dtype: str  # torch's name without "torch.": "bfloat16", "float16", "float32", "float64", ...
+    head_dim: int  # the true one, of q and k
+    head_dim_v: int
+    heads_q: int
+    heads_kv: int
+    mask: Mask = FULL
+    lse: bool = False  # the forward writes LSE (asked for, or needed by a later backward)
+    lse_grad: bool = False  # backward only: a gradient arrives through LSE
+    deterministic: bool = False
+    ieee_float32: bool = True  # float32 matmuls must not round to TF32
+    features: frozenset[str] = frozenset()  # options beyond the plain call, by public name ("window", "softcap", ...)
+    unaligned: tuple[str, ...] = field(default=())  # why q, k or v is not 16-byte friendly, one sentence each
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads_q // self.heads_kv
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"
+        extras = "".join(f" {name}" for name in sorted(self.features))
+        extras += " lse" if self.lse else ""
+        extras += " deterministic" if self.deterministic else ""
+        return (
+            f"{self.direction} {self.dtype} head_dim={dims} heads={self.heads_q}/{self.heads_kv} "
+            f"{self.mask}{extras} on {self.device}"
+        )

@@ -1,0 +1,85 @@
+"""The only file that reads os.environ. Values are read at import; `refresh()` re-reads, `override()` is for tests.
+
+Every change bumps `generation`, which callers that cache a decision compare with the one they saw.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+BACKEND_NAMES = ("sm100", "sm90", "triton", "reference")
+LOG_TOPICS = ("dispatch", "compile")
+EMULATED_ARCHES = ("sm_90a", "sm_100a", "sm_103a")
+
+
+@dataclass(frozen=True)
+class Settings:
+    backend: str | None = None  # CUTE_FLASH_BACKEND: force one backend or raise
+    log: frozenset[str] = frozenset()  # CUTE_FLASH_LOG: comma-separated topics
+    strict: bool = False  # CUTE_FLASH_STRICT: a fallback is an error
+    cache_dir: Path | None = None  # CUTE_FLASH_CACHE_DIR; None = no disk cache
+    emulate: str | None = None  # CUTE_FLASH_EMULATE: run that architecture's kernels on CPU tensors
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+    return value
+
+
+def _flag(name: str, value: str) -> bool:
+    if value.lower() in ("", "0", "false", "off", "no"):
+        return False
+    if value.lower() in ("1", "true", "on", "yes"):
+        return True
+    raise ValueError(f"{name}={value!r} is not 0 or 1")
+
+
+def _default_cache_dir(environ: Mapping[str, str]) -> Path:
+    root = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "cute_flash"
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """Settings from environment variables; a value outside its rule raises ValueError naming both."""
+    backend = environ.get("CUTE_FLASH_BACKEND", "")
+    topics = [t.strip() for t in environ.get("CUTE_FLASH_LOG", "").split(",") if t.strip()]
+    emulate = environ.get("CUTE_FLASH_EMULATE", "")
+    cache = environ.get("CUTE_FLASH_CACHE_DIR", "")
+    return Settings(
+        backend=_choice("CUTE_FLASH_BACKEND", backend, BACKEND_NAMES) if backend else None,
+        log=frozenset(_choice("CUTE_FLASH_LOG", t, LOG_TOPICS) for t in topics),
+        strict=_flag("CUTE_FLASH_STRICT", environ.get("CUTE_FLASH_STRICT", "")),
+        cache_dir=None if cache in ("0", "off") else Path(cache) if cache else _default_cache_dir(environ),
+        emulate=_choice("CUTE_FLASH_EMULATE", emulate, EMULATED_ARCHES) if emulate else None,
+    )
+
+
+current: Settings = read(os.environ)
+generation: int = 0
+
+
+def _set(value: Settings) -> None:
+    global current, generation
+    current = value
+    generation += 1
+
+
+def refresh() -> Settings:
+    """Read the environment again (it is otherwise read once, at import)."""
+    _set(read(os.environ))
+    return current
+
+
+@contextlib.contextmanager
+def override(**fields: Any) -> Iterator[Settings]:
+    """Settings with some fields replaced, for the length of a `with` block."""
+    before = current
+    _set(replace(before, **fields))
+    try:
+        yield current
+    finally:
+        _set(before)
