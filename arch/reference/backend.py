@@ -1,4 +1,4 @@
-"""Signs the contract for plain PyTorch: any device, any floating dtype. Slow, readable, and the meaning of every option."""
+"""Signs the contract for plain PyTorch: any device, any floating dtype, and the meaning of every option."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -27,9 +27,8 @@ class Saved:
     dlse: torch.Tensor | None
 
     def piece(self, batch: slice) -> "Saved":
-        dlse = None if self.dlse is None else self.dlse[batch]
-        tensors = (self.q, self.k, self.v, self.out, self.lse, self.dout)
-        return Saved(*(t[batch] for t in tensors), dlse)
+        q, k, v, out, lse, dout = (t[batch] for t in (self.q, self.k, self.v, self.out, self.lse, self.dout))
+        return Saved(q, k, v, out, lse, dout, None if self.dlse is None else self.dlse[batch])
 
 
 def row_statistics(saved: Saved, rows: Span, dout_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

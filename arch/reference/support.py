@@ -1,4 +1,4 @@
-"""What the reference can do: every device and dtype that can hold a softmax, and the options that have a meaning here."""
+"""What the reference can do: any device and floating dtype, and the options that have a meaning here."""
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.problem import Problem
