@@ -8,6 +8,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
+from ..common.numeric import pack_fragment
 from ..common.order import WorkTile
 from ..common.rowstate import RowState, log_sum_exp
 from .load import TmaSource
@@ -29,8 +30,9 @@ def _registers_to_smem(o: cute.Tensor, room: cute.Tensor, thread: Int32, width_v
     )  # fmt: skip
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
     copy = cute.make_tiled_copy_C(atom, one_warpgroup).get_slice(thread % WARPGROUP)
-    rounded = cute.make_rmem_tensor(o.shape, dtype)
-    rounded.store(o.load().to(dtype))
+    packed = cute.make_rmem_tensor((cute.size(o) // 2,), Int32)
+    pack_fragment(o, packed, dtype)
+    rounded = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=dtype), o.layout)
     cute.copy(atom, copy.retile(rounded), copy.partition_D(room))
 
 

@@ -16,7 +16,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from ..common.blocks import KeyTiles, key_tiles
-from ..common.numeric import LOG2_E
+from ..common.numeric import LOG2_E, pack_fragment
 from ..common.order import WorkTile, head_by_head, longest_first, tile_count
 from ..common.rowstate import RowState, make_row_state
 from .epilogue import OutputRoom, store_lse, store_output
@@ -190,13 +190,14 @@ class ForwardSm90:
             pipes.k.consumer_release(k_state)
             k_state.advance()
             self.probabilities(context, tiles.count - 1, True)
-            frags.p_flat.store(frags.s.load().to(self.dtype))
-            masked_end = cutlass.max(tiles.unmasked, 0)
-            for step in cutlass.range(tiles.count - 1 - masked_end, unroll=1):
-                self.step(context, k_state, v_state, tiles.count - 2 - step, True)
-                k_state.advance()
-                v_state.advance()
-            for step in cutlass.range(cutlass.min(masked_end, tiles.count - 1), unroll=1):
+            pack_fragment(frags.s, frags.p_packed, self.dtype)
+            masked_end = cutlass.min(tiles.unmasked, tiles.count - 1)
+            if cutlass.const_expr(self.causal):  # a full mask hides keys of the last tile only
+                for step in cutlass.range(tiles.count - 1 - masked_end, unroll=1):
+                    self.step(context, k_state, v_state, tiles.count - 2 - step, True)
+                    k_state.advance()
+                    v_state.advance()
+            for step in cutlass.range(masked_end, unroll=1):
                 self.step(context, k_state, v_state, masked_end - 1 - step, False)
                 k_state.advance()
                 v_state.advance()
@@ -228,5 +229,5 @@ class ForwardSm90:
         self.probabilities(context, key_tile, masked)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
-        frags.p_flat.store(frags.s.load().to(self.dtype))
+        pack_fragment(frags.s, frags.p_packed, self.dtype)
         rescale_output(frags.o, context.state)

@@ -43,8 +43,8 @@ class Fragments(NamedTuple):
     k: cute.Tensor  # (mma, 1, width_qk / 16, stages)
     v: cute.Tensor  # (mma, 1, tile_n / 16, stages)
     s: cute.Tensor  # ((2, 2, tile_n / 8), 1, 1) float32: scores, then probabilities
-    p: cute.Tensor  # ((2, 2, 2), 1, tile_n / 16) 16-bit: the A operand of PV, a view of p_flat
-    p_flat: cute.Tensor  # the same registers in the order of s
+    p: cute.Tensor  # ((2, 2, 2), 1, tile_n / 16) 16-bit: the A operand of PV, a view of p_packed
+    p_packed: cute.Tensor  # (tile_n / 4,) Int32: the same registers, two values each, in the order of s
     o: cute.Tensor  # ((2, 2, width_v / 8), 1, 1) float32, not yet divided by the row sum
 
 
@@ -53,7 +53,7 @@ def make_fragments(mmas: ForwardMmas, smem: tuple, thread: Int32) -> Fragments:
     tile, tiled_qk, tiled_pv = mmas.tile, mmas.qk(), mmas.pv()
     qk, pv = tiled_qk.get_slice(thread), tiled_pv.get_slice(thread)
     s = cute.make_rmem_tensor(qk.partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
-    p_flat = cute.make_rmem_tensor(s.shape, mmas.dtype)
+    p_packed = cute.make_rmem_tensor((tile.tile_n // 4,), Int32)
     # the C fragment of S, read four columns at a time, is the A fragment of PV: no shuffle, no shared memory
     as_operand = cute.make_layout(((2, 2, 2), 1, tile.tile_n // 16), stride=((1, 2, 4), 0, 8))
     return Fragments(
@@ -61,8 +61,8 @@ def make_fragments(mmas: ForwardMmas, smem: tuple, thread: Int32) -> Fragments:
         k=tiled_qk.make_fragment_B(qk.partition_B(s_k)),
         v=tiled_pv.make_fragment_B(pv.partition_B(s_v)),
         s=s,
-        p=cute.make_tensor(p_flat.iterator, as_operand),
-        p_flat=p_flat,
+        p=cute.make_tensor(cute.recast_ptr(p_packed.iterator, dtype=mmas.dtype), as_operand),
+        p_packed=p_packed,
         o=cute.make_rmem_tensor(pv.partition_shape_C((tile.tile_m, mmas.width_v)), Float32),
     )
 
