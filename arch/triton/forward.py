@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 
-import torch
 import triton
 import triton.language as tl
 
@@ -13,7 +12,6 @@ from .operands import (
     LN_2,
     LOG2_E,
     Sizes,
-    Spec,
     add_dot,
     dot_transposed,
     head_start,

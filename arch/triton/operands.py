@@ -110,7 +110,7 @@ def _load_part(base, x, start, end, rows: tl.constexpr, first: tl.constexpr, col
 
 @triton.jit
 def load_tile(base, x, start, end, rows: tl.constexpr, width: tl.constexpr, tile: tl.constexpr):
-    """Rows [start, start + rows) as parts; zero beyond `width` columns and from row `end` on (None = all rows exist)."""
+    """Rows [start, start + rows) as parts; zero beyond `width` columns and from row `end` on (None: all exist)."""
     main: tl.constexpr = main_width(tile)
     if main == tile:
         return (_load_part(base, x, start, end, rows, 0, main, width),)
@@ -202,7 +202,7 @@ def add_dot(acc, a, b, spec: tl.constexpr):
 
 @triton.jit
 def key_bounds(start, sizes, spec: tl.constexpr):
-    """(full, last) for query rows [start, start + tile_m): keys [0, full) are seen by all rows, from `last` on by none."""
+    """(full, last) for query rows [start, start + tile_m): all see the tiles of keys [0, full), none sees `last`."""
     if spec.causal:
         diagonal = sizes.seqlen_k - sizes.seqlen_q
         last_row = tl.minimum(start + spec.tile_m, sizes.seqlen_q)

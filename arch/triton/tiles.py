@@ -4,8 +4,7 @@ The forward and the dQ kernel keep tile_m query rows and step over tile_n keys; 
 tile_m keys and steps over tile_n query rows.
 """
 
-from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import FORWARD
+from cute_flash.spec.plan import Tile
 
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)  # each a power of two, or a sum of two
 
