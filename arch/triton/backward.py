@@ -9,6 +9,7 @@ Both recompute P = exp(S - LSE); dS = P * (dP - delta).
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -16,19 +17,22 @@ import triton.language as tl
 
 from cute_flash.spec.plan import Plan
 
+from .ahead import compile_kernel, operand_types
 from .operands import (
     LOG2_E,
+    UNSPECIALIZED,
     Sizes,
     Spec,
     add_dot,
     dot_transposed,
+    grid_place,
     head_start,
     key_bounds,
     load_rows,
     load_tile,
     operand,
     row_dots,
-    rows_of,
+    rows_start,
     scaled,
     sees,
     spec_of,
@@ -39,9 +43,9 @@ from .operands import (
 
 
 @triton.jit
-def _load_lse_log2(lse, batch, head, start, end, count: tl.constexpr):
+def _load_lse_log2(base, start, end, count: tl.constexpr):
     """LSE in base 2, and +inf for rows that saw no key or do not exist: their P is then exactly 0."""
-    value = load_rows(lse, batch, head, start, end, count, float("inf"))
+    value = load_rows(base, start, end, count, float("inf"))
     return tl.where(value == float("-inf"), float("inf"), value * LOG2_E)
 
 
@@ -65,30 +69,30 @@ def _sweep_keys(acc, fixed, kv, rows, bounds, sizes, scale_log2, spec: tl.conste
     return acc
 
 
-@triton.jit(do_not_specialize=["sizes"])
-def attention_backward_dq(dout, q, k, v, out, lse, dlse, delta, dq, sizes, scale, spec: tl.constexpr):
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_backward_dq(qkv, outs, row_values, dq, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr):
+    q, k, v = qkv
+    out, dout = outs
+    lse, dlse, delta = row_values
+    sizes = Sizes(seqlen_q, seqlen_k, heads, group)
     tile_m: tl.constexpr = spec.tile_m
-    tiles = tl.cdiv(sizes.seqlen_q, tile_m)
-    tile = tl.program_id(0) % tiles
+    tile, head, batch = grid_place(seqlen_q, heads, tile_m)
     if spec.causal:  # longest rows first
-        tile = tiles - 1 - tile
-    batch = tl.program_id(0) // tiles // sizes.heads
-    head = tl.program_id(0) // tiles % sizes.heads
+        tile = tl.cdiv(seqlen_q, tile_m) - 1 - tile
     start = tile * tile_m
-    end = sizes.seqlen_q
     rows = start + tl.arange(0, tile_m)
 
-    do_tile = load_tile(head_start(dout, batch, head), dout, start, end, tile_m, spec.head_dim_v, spec.tile_dv)
-    out_tile = load_tile(head_start(out, batch, head), out, start, end, tile_m, spec.head_dim_v, spec.tile_dv)
+    do_tile = load_tile(head_start(dout, batch, head), dout, start, seqlen_q, tile_m, spec.head_dim_v, spec.tile_dv)
+    out_tile = load_tile(head_start(out, batch, head), out, start, seqlen_q, tile_m, spec.head_dim_v, spec.tile_dv)
     row_delta = row_dots(do_tile, out_tile)
-    lse_log2 = _load_lse_log2(lse, batch, head, start, end, tile_m)
+    lse_log2 = _load_lse_log2(rows_start(lse, batch, head, sizes), start, seqlen_q, tile_m)
     if spec.lse_grad:
-        row_delta -= load_rows(dlse, batch, head, start, end, tile_m, 0.0)
+        row_delta -= load_rows(rows_start(dlse, batch, head, sizes), start, seqlen_q, tile_m, 0.0)
     row_delta = tl.where(lse_log2 == float("inf"), 0.0, row_delta)  # P is 0 there, and 0 * NaN must not be
-    store_rows(row_delta, delta, batch, head, start, end)
+    store_rows(row_delta, rows_start(delta, batch, head, sizes), start, seqlen_q)
 
-    q_tile = load_tile(head_start(q, batch, head), q, start, end, tile_m, spec.head_dim, spec.tile_d)
-    kv_head = head // sizes.group
+    q_tile = load_tile(head_start(q, batch, head), q, start, seqlen_q, tile_m, spec.head_dim, spec.tile_d)
+    kv_head = head // group
     kv = (head_start(k, batch, kv_head), k, head_start(v, batch, kv_head), v)
     fixed = (q_tile, do_tile, lse_log2, row_delta)
     scale_log2 = scale * LOG2_E
@@ -96,7 +100,7 @@ def attention_backward_dq(dout, q, k, v, out, lse, dlse, delta, dq, sizes, scale
     acc = zeros(tile_m, spec.tile_d)
     acc = _sweep_keys(acc, fixed, kv, rows, (0, full), sizes, scale_log2, spec, False)
     acc = _sweep_keys(acc, fixed, kv, rows, (full, last), sizes, scale_log2, spec, True)
-    store_tile(scaled(acc, scale), head_start(dq, batch, head), dq, start, end, spec.head_dim)
+    store_tile(scaled(acc, scale), head_start(dq, batch, head), dq, start, seqlen_q, spec.head_dim)
 
 
 @triton.jit
@@ -131,6 +135,8 @@ def _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec: tl
     first, hidden, full, tail, edges = bounds
     q_base = head_start(q, batch, head)
     do_base = head_start(dout, batch, head)
+    lse_base = rows_start(lse, batch, head, sizes)
+    delta_base = rows_start(delta, batch, head, sizes)
     tile_m: tl.constexpr = spec.tile_m
     count = edges
     end = sizes.seqlen_q
@@ -143,8 +149,8 @@ def _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec: tl
             start = tl.where(step < hidden, first + step * tile_m, tail)
         q_tile = load_tile(q_base, q, start, end, tile_m, spec.head_dim, spec.tile_d)
         do_tile = load_tile(do_base, dout, start, end, tile_m, spec.head_dim_v, spec.tile_dv)
-        lse_log2 = _load_lse_log2(lse, batch, head, start, sizes.seqlen_q, tile_m)
-        row_delta = load_rows(delta, batch, head, start, sizes.seqlen_q, tile_m, 0.0)
+        lse_log2 = _load_lse_log2(lse_base, start, sizes.seqlen_q, tile_m)
+        row_delta = load_rows(delta_base, start, sizes.seqlen_q, tile_m, 0.0)
         p = tl.exp2(dot_transposed(k_tile, q_tile, spec) * scale_log2 - lse_log2[None, :])  # (tile_n, tile_m)
         if edge and spec.causal:
             rows = start + tl.arange(0, tile_m)
@@ -155,36 +161,46 @@ def _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec: tl
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["sizes"])
-def attention_backward_dkdv(dout, q, k, v, lse, delta, dk, dv, sizes, scale, spec: tl.constexpr):
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_backward_dkdv(qkv, dout, row_values, grads, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr):
+    q, k, v = qkv
+    lse, delta = row_values
+    dk, dv = grads
+    sizes = Sizes(seqlen_q, seqlen_k, heads, group)
     tile_n: tl.constexpr = spec.tile_n
-    tiles = tl.cdiv(sizes.seqlen_k, tile_n)
-    tile = tl.program_id(0) % tiles  # causal: the first keys are seen by the most rows
-    batch = tl.program_id(0) // tiles // sizes.heads
-    kv_head = tl.program_id(0) // tiles % sizes.heads
+    tile, kv_head, batch = grid_place(seqlen_k, heads // group, tile_n)  # causal: the first keys have the most rows
     start = tile * tile_n
-    end = sizes.seqlen_k
     keys = start + tl.arange(0, tile_n)
 
-    k_tile = load_tile(head_start(k, batch, kv_head), k, start, end, tile_n, spec.head_dim, spec.tile_d)
-    v_tile = load_tile(head_start(v, batch, kv_head), v, start, end, tile_n, spec.head_dim_v, spec.tile_dv)
+    k_tile = load_tile(head_start(k, batch, kv_head), k, start, seqlen_k, tile_n, spec.head_dim, spec.tile_d)
+    v_tile = load_tile(head_start(v, batch, kv_head), v, start, seqlen_k, tile_n, spec.head_dim_v, spec.tile_dv)
     fixed = (k_tile, v_tile)
     state = (zeros(tile_n, spec.tile_d), zeros(tile_n, spec.tile_dv))
     bounds = _query_bounds(start, sizes, spec)
     scale_log2 = scale * LOG2_E
-    for member in tl.range(0, sizes.group):
-        queries = (q, dout, lse, delta, batch, kv_head * sizes.group + member)
+    for member in tl.range(0, group):
+        queries = (q, dout, lse, delta, batch, kv_head * group + member)
         state = _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec, True)
         state = _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec, False)
 
     dk_acc, dv_acc = state
-    store_tile(scaled(dk_acc, scale), head_start(dk, batch, kv_head), dk, start, end, spec.head_dim)
-    store_tile(dv_acc, head_start(dv, batch, kv_head), dv, start, end, spec.head_dim_v)
+    store_tile(scaled(dk_acc, scale), head_start(dk, batch, kv_head), dk, start, seqlen_k, spec.head_dim)
+    store_tile(dv_acc, head_start(dv, batch, kv_head), dv, start, seqlen_k, spec.head_dim_v)
 
 
 def mirrored(spec: Spec) -> Spec:
     """The dK/dV kernel's: the Plan's tile_m counts its keys, tile_n its query rows."""
     return replace(spec, tile_m=spec.tile_n, tile_n=spec.tile_m)
+
+
+def compile_ahead(plan: Plan) -> tuple[Any, ...]:
+    x = operand_types(plan.dtype)
+    dlse = "*fp32" if plan.lse_grad else None
+    sizes = ("i32", "i32", "i32", "i32")
+    spec = spec_of(plan, plan.head_dim, plan.head_dim_v)
+    dq = ((x, x, x), (x, x), ("*fp32", dlse, "*fp32"), x, *sizes, "fp32", spec)
+    dkdv = ((x, x, x), x, ("*fp32", "*fp32"), (x, x), *sizes, "fp32", mirrored(spec))
+    return compile_kernel(attention_backward_dq, dq, plan), compile_kernel(attention_backward_dkdv, dkdv, plan)
 
 
 def build(plan: Plan) -> Callable[..., None]:
@@ -194,18 +210,17 @@ def build(plan: Plan) -> Callable[..., None]:
 
     def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, scale: float) -> None:
         batch, seqlen_q, heads, head_dim = q.shape
-        seqlen_k, heads_kv = k.shape[1:3]
-        group = heads // heads_kv
-        spec = specs(head_dim, v.shape[3])
-        delta = rows_of(torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=q.device))
-        dout, q, k, v, lse = operand(dout), operand(q), operand(k), operand(v), rows_of(lse)
+        seqlen_k, heads_kv, head_dim_v = v.shape[1:]
+        sizes = (seqlen_q, seqlen_k, heads, heads // heads_kv)
+        spec = specs(head_dim, head_dim_v)
+        lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+        delta = torch.empty_like(lse)
+        qkv, dout = (operand(q), operand(k), operand(v)), operand(dout)
         attention_backward_dq[(triton.cdiv(seqlen_q, tile_m) * heads * batch,)](
-            dout, q, k, v, operand(out), lse, rows_of(dlse), delta, operand(dq),
-            Sizes(seqlen_q, seqlen_k, heads, group), scale, spec, **options,
-        )  # fmt: skip
+            qkv, (operand(out), dout), (lse, dlse, delta), operand(dq), *sizes, scale, spec, **options
+        )
         attention_backward_dkdv[(triton.cdiv(seqlen_k, tile_m) * heads_kv * batch,)](
-            dout, q, k, v, lse, delta, operand(dk), operand(dv),
-            Sizes(seqlen_q, seqlen_k, heads_kv, group), scale, mirrored(spec), **options,
-        )  # fmt: skip
+            qkv, dout, (lse, delta), (operand(dk), operand(dv)), *sizes, scale, mirrored(spec), **options
+        )
 
     return backward

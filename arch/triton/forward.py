@@ -2,23 +2,28 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 from cute_flash.spec.plan import Plan
 
+from .ahead import compile_kernel, operand_types
 from .operands import (
     LN_2,
     LOG2_E,
+    UNSPECIALIZED,
     Sizes,
     add_dot,
     dot_transposed,
+    grid_place,
     head_start,
     key_bounds,
     load_tile,
     operand,
-    rows_of,
+    rows_start,
     scaled,
     sees,
     spec_of,
@@ -55,20 +60,19 @@ def _sweep(state, q_tile, kv, rows, bounds, sizes, scale_log2, spec: tl.constexp
     return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=["sizes"])
-def attention_forward(q, k, v, out, lse, sizes, scale_log2, spec: tl.constexpr):
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_forward(qkv, out, lse, seqlen_q, seqlen_k, heads, group, scale_log2, spec: tl.constexpr):
+    q, k, v = qkv
+    sizes = Sizes(seqlen_q, seqlen_k, heads, group)
     tile_m: tl.constexpr = spec.tile_m
-    tiles = tl.cdiv(sizes.seqlen_q, tile_m)
-    tile = tl.program_id(0) % tiles
+    tile, head, batch = grid_place(seqlen_q, heads, tile_m)
     if spec.causal:  # longest rows first
-        tile = tiles - 1 - tile
-    batch = tl.program_id(0) // tiles // sizes.heads
-    head = tl.program_id(0) // tiles % sizes.heads
+        tile = tl.cdiv(seqlen_q, tile_m) - 1 - tile
     start = tile * tile_m
     rows = start + tl.arange(0, tile_m)
 
-    q_tile = load_tile(head_start(q, batch, head), q, start, sizes.seqlen_q, tile_m, spec.head_dim, spec.tile_d)
-    kv_head = head // sizes.group
+    q_tile = load_tile(head_start(q, batch, head), q, start, seqlen_q, tile_m, spec.head_dim, spec.tile_d)
+    kv_head = head // group
     kv = (head_start(k, batch, kv_head), k, head_start(v, batch, kv_head), v)
     row_max = tl.full((tile_m,), float("-inf"), tl.float32)
     state = (zeros(tile_m, spec.tile_dv), tl.zeros((tile_m,), tl.float32), row_max)
@@ -78,9 +82,16 @@ def attention_forward(q, k, v, out, lse, sizes, scale_log2, spec: tl.constexpr):
 
     acc, row_sum, row_max = state
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)  # a row that saw no key: output 0
-    store_tile(scaled(acc, inverse[:, None]), head_start(out, batch, head), out, start, sizes.seqlen_q, spec.head_dim_v)
+    store_tile(scaled(acc, inverse[:, None]), head_start(out, batch, head), out, start, seqlen_q, spec.head_dim_v)
     if spec.lse:
-        store_rows((row_max + tl.log2(row_sum)) * LN_2, lse, batch, head, start, sizes.seqlen_q)
+        store_rows((row_max + tl.log2(row_sum)) * LN_2, rows_start(lse, batch, head, sizes), start, seqlen_q)
+
+
+def compile_ahead(plan: Plan) -> tuple[Any, ...]:
+    x = operand_types(plan.dtype)
+    lse = "*fp32" if plan.lse else None
+    spec = spec_of(plan, plan.head_dim, plan.head_dim_v)
+    return (compile_kernel(attention_forward, ((x, x, x), x, lse, "i32", "i32", "i32", "i32", "fp32", spec), plan),)
 
 
 def build(plan: Plan) -> Callable[..., None]:
@@ -89,11 +100,15 @@ def build(plan: Plan) -> Callable[..., None]:
 
     def forward(q, k, v, out, lse, scale: float) -> None:
         batch, seqlen_q, heads, head_dim = q.shape
-        sizes = Sizes(seqlen_q, k.shape[1], heads, heads // k.shape[2])
-        grid = (triton.cdiv(seqlen_q, plan.tile.tile_m) * heads * batch,)
-        attention_forward[grid](
-            operand(q), operand(k), operand(v), operand(out), rows_of(lse),
-            sizes, scale * LOG2_E.value, specs(head_dim, v.shape[3]), **options,
+        seqlen_k, heads_kv, head_dim_v = v.shape[1:]
+        rows = (
+            lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
+        )
+        attention_forward[(triton.cdiv(seqlen_q, plan.tile.tile_m) * heads * batch,)](
+            (operand(q), operand(k), operand(v)), operand(out), rows,
+            seqlen_q, seqlen_k, heads, heads // heads_kv, scale * LOG2_E.value, specs(head_dim, head_dim_v), **options,
         )  # fmt: skip
+        if rows is not lse:
+            lse.copy_(rows)
 
     return forward

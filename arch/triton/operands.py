@@ -27,22 +27,13 @@ class Operand(NamedTuple):
     col: int
 
 
-class Rows(NamedTuple):
-    """A (batch, heads, seqlen) tensor, one value a query row; ptr is None where the call has none."""
-
-    ptr: Any
-    batch: int
-    head: int
-    row: int
-
-
 class Sizes(NamedTuple):
-    """Run-time sizes; group = query heads per key/value head."""
+    """Run-time sizes, bundled inside the kernel: Triton would compile anew for other values of integers in a tuple."""
 
     seqlen_q: int
     seqlen_k: int
-    heads: int  # of the grid: query heads, or key/value heads in the dK/dV kernel
-    group: int
+    heads_q: int
+    group: int  # query heads per key/value head
 
 
 @dataclass(frozen=True)
@@ -65,8 +56,7 @@ def operand(tensor: torch.Tensor) -> Operand:
     return Operand(tensor, *tensor.stride())
 
 
-def rows_of(tensor: torch.Tensor | None) -> Rows:
-    return Rows(None, 0, 0, 0) if tensor is None else Rows(tensor, *tensor.stride())
+UNSPECIALIZED = ["seqlen_q", "seqlen_k", "heads", "group"]  # one kernel for all their values
 
 
 @triton.constexpr_function
@@ -138,18 +128,22 @@ def store_tile(parts, base, x, start, end, width: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, batch, head, start, end, count: tl.constexpr, missing: tl.constexpr):
-    """Values of rows [start, start + count); `missing` from row `end` on."""
-    rows = tl.arange(0, count)
-    pointers = head_start(x, batch, head) + tl.cast(start, tl.int64) * x.row + rows.to(tl.int64) * x.row
-    return tl.load(pointers, mask=rows < end - start, other=missing)
+def rows_start(ptr, batch, head, sizes):
+    """Where one head's rows start in a contiguous (batch, heads_q, seqlen_q) tensor."""
+    return ptr + (batch.to(tl.int64) * sizes.heads_q + head) * sizes.seqlen_q
 
 
 @triton.jit
-def store_rows(values, x, batch, head, start, end):
-    rows = tl.arange(0, values.shape[0])
-    pointers = head_start(x, batch, head) + tl.cast(start, tl.int64) * x.row + rows.to(tl.int64) * x.row
-    tl.store(pointers, values, mask=rows < end - start)
+def load_rows(base, start, end, count: tl.constexpr, missing: tl.constexpr):
+    """Values of rows [start, start + count); `missing` from row `end` on."""
+    rows = start + tl.arange(0, count)
+    return tl.load(base + rows, mask=rows < end, other=missing)
+
+
+@triton.jit
+def store_rows(values, base, start, end):
+    rows = start + tl.arange(0, values.shape[0])
+    tl.store(base + rows, values, mask=rows < end)
 
 
 @triton.jit
@@ -198,6 +192,14 @@ def add_dot(acc, a, b, spec: tl.constexpr):
             tl.dot(a, b[0], acc[0], input_precision=spec.precision),
             tl.dot(a, b[1], acc[1], input_precision=spec.precision),
         )
+
+
+@triton.jit
+def grid_place(length, heads, tile: tl.constexpr):
+    """(tile, head, batch) of this program: tiles of a head are neighbours, heads of a batch come next."""
+    tiles = tl.cdiv(length, tile)
+    place = tl.program_id(0)
+    return place % tiles, place // tiles % heads, place // tiles // heads
 
 
 @triton.jit
