@@ -37,8 +37,6 @@ RENAMED = {
     "window_size": "window=",
     "enable_gqa": "nothing: grouped heads follow from the head counts of q and k",
 }
-# Facts of the GPU whose kernels the emulator runs on CPU tensors.
-EMULATED = {"sm_90a": ((9, 0), 132), "sm_100a": ((10, 0), 148), "sm_103a": ((10, 3), 148)}
 
 
 @dataclass(frozen=True)
@@ -226,8 +224,7 @@ def describe_device(device: torch.device) -> Device:
     """The device a problem is dispatched for: the tensors', or the emulated GPU that CPU tensors stand in for."""
     arch = settings.current.emulate
     if arch is not None and device.type == "cpu":
-        capability, sm_count = EMULATED[arch]
-        return Device("cuda", 0, f"emulated {arch}", capability, sm_count)
+        return device_facts.imagined(device_facts.ARCHES[arch], "emulated")
     return device_facts.describe(device)
 
 
