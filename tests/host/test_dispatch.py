@@ -2,11 +2,11 @@
 
 import warnings
 
+import cute_flash.arch as arch
 import pytest
 import torch
 
 import cute_flash
-import cute_flash.arch as arch
 from cute_flash import FallbackWarning, StrictFallbackError, UnsupportedError, attention, explain
 from cute_flash.runtime import dispatch, toolchain
 from cute_flash.spec import settings
@@ -162,7 +162,9 @@ def test_strict_says_nothing_where_nothing_falls_back(backends):
 
 
 def test_when_all_refuse_every_sentence_is_listed(backends):
-    backends(FakeBackend("sm90", refusals=("first reason", "second reason")), FakeBackend("reference", refusals=("third",)))
+    backends(
+        FakeBackend("sm90", refusals=("first reason", "second reason")), FakeBackend("reference", refusals=("third",))
+    )
     with pytest.raises(UnsupportedError) as caught:
         attention(*qkv())
     text = str(caught.value)
@@ -207,7 +209,9 @@ def test_a_failing_build_raises_and_never_falls_back(backends):
     second = FakeBackend("triton")
     backends(failing, second)
     for _ in range(2):
-        with pytest.raises(cute_flash.BackendBuildError, match=r"sm90 failed to compile .*: RuntimeError: ptxas gave up"):
+        with pytest.raises(
+            cute_flash.BackendBuildError, match=r"sm90 failed to compile .*: RuntimeError: ptxas gave up"
+        ):
             attention(*qkv())
     assert len(failing.built) == 2 and second.built == []
 
