@@ -89,7 +89,7 @@ def attention(
             call = None
         if call and batch == batch_k == batch_v and seqlen_k == seqlen_v and batch and seqlen_q and seqlen_k:
             if grad:
-                return autograd.Attention.apply(q, k, v, scale, call)
+                return autograd.differentiable(q, k, v, scale, call)
             out, lse = call.forward(q, k, v, scale, batch, seqlen_q)
             return (out, lse) if return_lse else out
     arguments = {
@@ -119,7 +119,7 @@ def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None)
             _warm.clear()
         _warm[key] = call
     if call.grad:
-        return autograd.Attention.apply(q, k, v, scale, call)
+        return autograd.differentiable(q, k, v, scale, call)
     out, lse = call.forward(q, k, v, scale, q.shape[0], q.shape[1])
     return (out, lse) if options.return_lse else out
 

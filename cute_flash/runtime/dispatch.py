@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .. import arch
+import cute_flash.arch as arch
+
 from ..spec import settings
 from ..spec.backend import Backend
 from ..spec.errors import FallbackWarning, StrictFallbackError, UnsupportedError, lay_out

@@ -23,6 +23,7 @@ SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**60
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROW_BYTES = 16  # what TMA asks of every row start and outer stride
 
+UNBUILT = ("sink", "alibi_slopes", "score_mod", "mask_mod", "block_mask")  # beside window and softcap
 NOT_BUILT = "{name}= is not built yet: attention serves full and causal masks, any scale, and nothing else so far"
 FOREIGN = {
     "dropout": "dropout= is not supported: attention is exact and drops nothing, leave the argument out",
@@ -97,7 +98,7 @@ def _refuse_foreign(unknown: dict[str, Any]) -> None:
 def check_options(arguments: dict[str, Any], unknown: dict[str, Any], backends: tuple[str, ...]) -> Options:
     """Options from the keyword arguments of a public function, or the sentence that refuses one of them."""
     _refuse_foreign(unknown)
-    given = {name for name in ("sink", "alibi_slopes", "score_mod", "mask_mod", "block_mask") if arguments[name] is not None}
+    given = {name for name in UNBUILT if arguments[name] is not None}
     if _check_window(arguments["window"]):
         given.add("window")
     softcap = arguments["softcap"]
@@ -211,9 +212,10 @@ def alignment_faults(name: str, tensor: torch.Tensor, alignment: int) -> tuple[s
         faults.append(f"{name}: copied, its last dimension {tensor.shape[-1]} is not a multiple of {unit}")
     if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
         faults.append(f"{name}: copied, its last dimension has stride {tensor.stride(-1)}, not 1")
-    bad = [s for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n != 1 and s * itemsize % alignment]
-    if bad:
-        faults.append(f"{name}: copied, its stride of {bad[0] * itemsize} bytes is not a multiple of {alignment}")
+    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    for stride in (stride * itemsize for size, stride in outer if size != 1):
+        if stride % alignment:
+            faults.append(f"{name}: copied, its stride of {stride} bytes is not a multiple of {alignment}")
     if tensor.data_ptr() % alignment:
         offset = tensor.data_ptr() % alignment
         faults.append(f"{name}: copied, it starts {offset} bytes past a multiple of {alignment}")
