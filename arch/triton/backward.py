@@ -132,7 +132,7 @@ def _query_bounds(start, sizes, spec: tl.constexpr):
     """
     tile_m: tl.constexpr = spec.tile_m
     first = 0
-    full = 0
+    full = sizes.seqlen_q  # without hidden pairs: one loop takes all tiles as edges, a second costs more than its masks
     if spec.causal:
         diagonal = sizes.seqlen_k - sizes.seqlen_q
         first = tl.maximum(start - diagonal, 0) // tile_m * tile_m
@@ -165,17 +165,18 @@ def _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec: tl
     for step in tl.range(0, count):
         start = full + step * tile_m
         if edge:
-            start = tl.where(step < hidden, first + step * tile_m, tail)
+            start = first + step * tile_m
+        if edge and spec.causal:
+            start = tl.where(step < hidden, start, tail)
         q_tile = load_tile(q_base, q, start, end, tile_m, spec.head_dim, spec.tile_d)
         do_tile = load_tile(do_base, dout, start, end, tile_m, spec.head_dim_v, spec.tile_dv)
         rows = start + tl.arange(0, tile_m)
-        lse_log2 = tl.load(lse_base + rows)
-        delta = tl.load(delta_base + rows)
-        p = tl.exp2(dot_transposed(k_tile, q_tile, spec) * scale_log2 - lse_log2[None, :])  # (tile_n, tile_m)
+        s = dot_transposed(k_tile, q_tile, spec)  # (tile_n, tile_m)
+        p = tl.exp2(s * scale_log2 - tl.load(lse_base + rows)[None, :])
         if edge and spec.causal:
             p = tl.where(keys[:, None] <= rows[None, :] + (sizes.seqlen_k - sizes.seqlen_q), p, 0.0)
         dv = add_dot(dv, p.to(dout.ptr.dtype.element_ty), do_tile, spec)
-        ds = p * (dot_transposed(v_tile, do_tile, spec) - delta[None, :])
+        ds = p * (dot_transposed(v_tile, do_tile, spec) - tl.load(delta_base + rows)[None, :])
         dk = add_dot(dk, ds.to(q.ptr.dtype.element_ty), q_tile, spec)
     return dk, dv
 
@@ -199,7 +200,8 @@ def attention_backward_dkdv(qkv, dout, workspace, grads, seqlen_q, seqlen_k, hea
     for member in tl.range(0, group):
         queries = (q, dout, workspace, batch, kv_head * group + member)
         state = _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec, True)
-        state = _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec, False)
+        if spec.causal:
+            state = _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec, False)
 
     dk_acc, dv_acc = state
     store_tile(scaled(dk_acc, scale), head_start(dk, batch, kv_head), dk, start, seqlen_k, spec.head_dim)
