@@ -41,6 +41,7 @@ class Contestant:
     version: Callable[[], str]
     heads_first: bool = False  # takes (batch, heads, seqlen, dim); the others (batch, seqlen, heads, dim)
     context: Callable[[], contextlib.AbstractContextManager[object]] = field(default=_no_context)
+    plan: Callable[[Attend, tuple[Tensor, Tensor, Tensor]], str] = field(default=lambda attend, inputs: "")
 
     def arrange(self, tensor: Tensor) -> Tensor:
         """A (batch, seqlen, heads, dim) tensor as this contestant takes it: a view, no copy (its own inverse)."""
@@ -86,6 +87,16 @@ def ours(backend: str | None, deterministic: bool = False) -> Callable[[Point, t
         return functools.partial(package.attention, causal=point.causal, **chosen)
 
     return build
+
+
+def _own_plan(attend: Attend, inputs: tuple[Tensor, Tensor, Tensor]) -> str:
+    """What the dispatcher runs for these inputs, in a word that fits a CSV cell."""
+    try:
+        decision = _import("cute_flash").explain(*inputs, **attend.keywords)  # type: ignore[attr-defined]
+    except Exception:  # a description: it must not cost the number
+        return ""
+    backward = getattr(decision, "backward", None)
+    return str(getattr(backward or decision, "plan", ""))
 
 
 def fa3(point: Point, device: torch.device) -> Attend:
@@ -188,9 +199,9 @@ def _own_version() -> str:
 CONTESTANTS: dict[str, Contestant] = {
     contestant.name: contestant
     for contestant in (
-        Contestant("ours", ours(None), _own_version),
-        Contestant("ours-deterministic", ours(None, deterministic=True), _own_version),
-        Contestant("ours-triton", ours("triton"), _own_version),
+        Contestant("ours", ours(None), _own_version, plan=_own_plan),
+        Contestant("ours-deterministic", ours(None, deterministic=True), _own_version, plan=_own_plan),
+        Contestant("ours-triton", ours("triton"), _own_version, plan=_own_plan),
         Contestant("fa3", fa3, functools.partial(version_of, "fa3-fwd")),
         Contestant("fa4", fa4, functools.partial(version_of, "flash-attn-4")),
         Contestant("cudnn", cudnn, _cudnn_version, True, lambda: _sdpa_context(SDPBackend.CUDNN_ATTENTION)),

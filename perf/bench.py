@@ -125,6 +125,7 @@ class Worker:
             row = {**self.facts, **point.columns(), "contestant": contestant.name, "version": contestant.version()}
             row["note"] = notes.get(contestant.name, "")
             row["rel_err"] = f"{errors[contestant.name]:.3e}" if contestant.name in errors else ""
+            row["plan"] = runners[contestant.name].plan if contestant.name in runners else ""
             if contestant.name in times and not row["note"]:
                 row |= numbers(point, times[contestant.name]) | climate
             rows.append(row)
@@ -191,7 +192,7 @@ def numbers(point: points.Point, times: Sequence[float]) -> dict[str, str]:
         "median_us": f"{median:.2f}",
         "p20": f"{quantile(times, 0.2):.2f}",
         "p80": f"{quantile(times, 0.8):.2f}",
-        "tflops": f"{point.flops / median * 1e-6:.1f}",
+        "tflops": f"{point.flops / median * 1e-6:.5g}",
         "runs": str(len(times)),
     }
 

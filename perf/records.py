@@ -11,7 +11,7 @@ from pathlib import Path
 from .points import Point
 
 COLUMNS = (
-    *("gpu", "uuid", "date", "commit", "torch", "cuda", "driver", "dsl", "contestant", "version"),
+    *("gpu", "uuid", "date", "commit", "torch", "cuda", "driver", "dsl", "contestant", "version", "plan"),
     *("pass", "dtype", "d", "dv", "mask", "B", "Hq", "Hkv", "Sq", "Sk"),
     *("median_us", "p20", "p80", "tflops", "rel_err", "clock_mhz", "power_w", "runs", "note"),
 )

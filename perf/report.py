@@ -50,10 +50,14 @@ def _rate(row: records.Row) -> float:
     return float(row["tflops"])
 
 
+def _time(row: records.Row) -> float:
+    return float(row["median_us"])
+
+
 def ratio_to_best_rival(contestants: Mapping[str, records.Row], who: str = "ours") -> float | None:
-    """TFLOP/s of ours over those of the best rival in the same process; None where one of them is missing."""
-    rivals = [_rate(row) for name, row in contestants.items() if not name.startswith("ours")]
-    return _rate(contestants[who]) / max(rivals) if who in contestants and rivals else None
+    """Time of the best rival over ours, in the same process; None where one of them is missing."""
+    rivals = [_time(row) for name, row in contestants.items() if not name.startswith("ours")]
+    return min(rivals) / _time(contestants[who]) if who in contestants and rivals else None
 
 
 def _present(table: Table) -> list[str]:
@@ -75,7 +79,7 @@ def verdict_lines(table: Table) -> list[str]:
                      f"worst {worst[1]:.3f} at {label(worst[0])}")  # fmt: skip
     pairs = [(r["ours-triton"], r["flex"]) for r in table.values() if "ours-triton" in r and "flex" in r]
     if pairs:
-        mean = records.geometric_mean([_rate(ours) / _rate(flex) for ours, flex in pairs])
+        mean = records.geometric_mean([_time(flex) / _time(ours) for ours, flex in pairs])
         lines.append(f"ours-triton / flex: geometric mean {mean:.3f} of {len(pairs)} points")
     return lines
 

@@ -68,6 +68,7 @@ class Runner:
         self._out: Tensor | None = None  # of the backward's forward
         self._written: Sequence[Tensor] = ()
         self._graph: torch.cuda.CUDAGraph | None = None
+        self.plan = contestant.plan(attend, (self._leaves[0], self._leaves[1], self._leaves[2]))
         if inputs.q.device.type == "cuda":
             self._capture()
         else:
