@@ -24,6 +24,7 @@ from .ptx import parse
 _SOURCE = r"""
 #include <stdint.h>
 #include <string.h>
+#include <dlfcn.h>
 typedef int (*load_t)(void *code);
 typedef int (*kernel_t)(int library, const char *name);
 typedef int (*launch_t)(int kernel, uint32_t *config, void **args);
@@ -59,15 +60,19 @@ int _cudaFuncSetAttribute(void *k, int a, int v) { return 0; }
 int _cudaKernelSetAttributeForDevice(void *k, int a, int v, int d) { return 0; }
 int _cuKernelGetAttribute(int *v, int a, void *k, int d) { *v = 0; return 0; }
 int _cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *f, int b, long s) { *n = 1; return 0; }
-int cuda_dialect_init_library_once(void **state, int (*init)(void **), int (*load)(void **, int), void *raise_) {
+static void raise_ffi(void) {  /* a failing TVM-FFI call must leave an error object behind */
+  void (*set)(const char *, const char *) = dlsym(RTLD_DEFAULT, "TVMFFIErrorSetRaisedFromCStr");
+  if (set) set("RuntimeError", "the emulator stopped this launch"); }
+int cuda_dialect_init_library_once(void **state, int (*init)(void **), int (*load)(void **, int), void (*raise_)(const char *, const char *)) {
   void *lib = 0; int err;
   if (*state) return 0;
-  if ((err = init(&lib)) || (load && (err = load(&lib, 0)))) return err;
+  if ((err = init(&lib)) || (load && (err = load(&lib, 0)))) {
+    if (raise_) raise_("RuntimeError", "the emulator could not load a kernel"); return err; }
   *state = lib; return 0; }
 void cuda_dialect_unload_library_once(void **s) {}
 const char *cuda_dialect_get_error_name(int c) { return "emulator"; }
-void CuteDSLRT_TVMFFISetRaisedCudaError(void *f, int c) {}
-void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(void *f, int c) {}
+void CuteDSLRT_TVMFFISetRaisedCudaError(void *f, int c) { raise_ffi(); }
+void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(void *f, int c) { raise_ffi(); }
 """
 
 _LOAD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)

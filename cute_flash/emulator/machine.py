@@ -239,32 +239,30 @@ class Launch:
     def _turn(self) -> None:
         """One pass over the warps, in the scheduler's order."""
         warps = [w for c in self.resident for w in c.live()]
-        progressed = False
-        for warp in self._ordered(warps):
+        able = [w for w in warps if w.runnable()]
+        if not able:
+            self._stalled(warps)
+            return
+        for warp in self._ordered(able):
             if warp.runnable():
                 self.steps += self._run(warp)
-                progressed = True
                 self.engine.tick()
-        if progressed:
-            self._relieve_polls()
-            return
-        self._stalled(warps)
+        self._relieve_polls()
 
-    def _ordered(self, warps: list) -> list:
+    def _ordered(self, able: list) -> list:
         if self.options.scheduler == "round_robin":
-            return warps
+            return able
         if self.options.scheduler == "random":
-            return [self.rng.choice(warps) for _ in warps]
-        return self._by_priority(warps)
+            return [self.rng.choice(able) for _ in able]
+        return self._by_priority(able)
 
-    def _by_priority(self, warps: list) -> list:
+    def _by_priority(self, able: list) -> list:
         """One warp runs as far as it can before the next gets a turn; now and then the favourite changes."""
-        for warp in warps:
+        for warp in able:
             self._priority.setdefault(warp, self.rng.random())
         if self.rng.random() < 0.02:
-            self._priority[self.rng.choice(warps)] = self.rng.random()
-        able = [w for w in warps if w.runnable()]
-        return [max(able, key=self._priority.get)] if able else []
+            self._priority[self.rng.choice(able)] = self.rng.random()
+        return [max(able, key=self._priority.get)]
 
     def _run(self, warp: Warp) -> int:
         quantum = self.rng.randint(1, 8) if self.options.scheduler == "random" else 16
