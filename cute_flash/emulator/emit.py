@@ -115,7 +115,7 @@ class Emitter:
     def ufunc(self, name: str, target: str | None, *sources: str) -> None:
         if target is None:
             return
-        if self.mask is None:
+        if self.mask is None and name not in ("minimum", "maximum"):  # those two want their output by name
             self.line(f"{name}({', '.join(sources)}, {target})")
         else:
             self.line(f"{name}({', '.join(sources)}, out={target}{self.where(target)})")
