@@ -232,13 +232,21 @@ class _Body:
 
     def _registers(self, text: str) -> None:
         _, kind, names = text.split(None, 2)
+        vector = 0
+        if kind in (".v2", ".v4"):
+            vector = int(kind[2:])
+            kind, names = names.split(None, 1)
         cls = REGISTER_CLASSES[kind.lstrip(".")]
         for name in (n.strip() for n in names.split(",")):
             match = _REG_RANGE.match(name)
             wanted = [f"{match[1]}{i}" for i in range(int(match[2]))] if match else [name]
+            if vector:
+                wanted = [f"{name}.{axis}" for axis in "xyzw"[:vector]]
             for one in wanted:
                 self.scopes[-1][one] = Reg(cls, self.kernel.counts[cls], one)
                 self.kernel.counts[cls] += 1
+            if vector:
+                self.scopes[-1][name] = Vec(tuple(self.scopes[-1][one] for one in wanted))
 
     def _variable(self, text: str) -> None:
         match = _VAR.match(text.replace(".visible", "").replace(".extern", "").strip())
