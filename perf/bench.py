@@ -67,6 +67,9 @@ class Worker:
         self.meter = machine.Meter(self.device)
         self.contestants = baselines.select(args.contestants)
         self.status = supervise.Status(args.worker) if args.worker else None
+        if self.device.type == "cuda":
+            rate = machine.matmul_rate(self.device)
+            print(f"{self.facts['gpu']} {self.facts['uuid']}: cuBLAS bf16 8192^3 {rate:.0f} TFLOP/s", flush=True)
 
     def run(self) -> None:
         start, longest, todo = time.monotonic(), 0.0, chosen_points(self.args)

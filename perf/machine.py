@@ -65,6 +65,20 @@ def facts(device: torch.device, commit: str) -> dict[str, str]:
     return row
 
 
+def matmul_rate(device: torch.device, size: int = 8192, runs: int = 5) -> float:
+    """TFLOP/s of the vendor library's bf16 matrix product: how fast this GPU is today, to judge absolute numbers by."""
+    a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(runs + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        torch.matmul(a, b)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * size**3 / statistics.median(times[2:]) * 1e-9
+
+
 class Meter:
     """SM clock (MHz) and power (W) sampled in a thread, through NVML where its bindings are there, else nvidia-smi."""
 
