@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .runtime import autograd, dispatch, launch, request
+from .runtime import autograd, dispatch, launch, report, request
 from .runtime.dispatch import Decision
 from .runtime.launch import Call
 from .runtime.request import SCALE_MAX, SCALE_MIN, Options
@@ -106,7 +106,7 @@ def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None)
     if key is None:  # an option was spelled in another way (softcap=0): once more, in the plain spelling
         return attention(q, k, v, **vars(options))
     for sentence in request.scale_copy(options.scale):
-        dispatch.say("dispatch", sentence)
+        report.say("dispatch", sentence)
     q, scale = request.positive_scale(q, options.scale)
     if request.is_empty(q, k):
         dispatch.choose(request.describe(q, k, v, options), options.backend)  # what is refused is refused empty too

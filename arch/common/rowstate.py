@@ -1,4 +1,4 @@
-"""Running statistics of the online softmax (FlashAttention, section 3.1; O stays unnormalised as in FlashAttention-2)."""
+"""Running statistics of the online softmax (FlashAttention, section 3.1); O stays unnormalised (FlashAttention-2)."""
 
 from typing import NamedTuple
 

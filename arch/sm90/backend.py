@@ -33,7 +33,7 @@ class Sm90Backend:
             head_dim_v=tiles.width(problem.head_dim_v),
             mask=problem.mask,
             lse=problem.lse,
-            tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v),
+            tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask)),
         )
 
     def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""O leaves: registers -> shared memory (stmatrix, in Q's room) -> TMA store, each warpgroup its own 64 rows. LSE: direct."""
+"""O leaves: registers -> shared memory (stmatrix, in Q's room) -> TMA, each warpgroup its 64 rows. LSE goes direct."""
 
 from typing import NamedTuple
 

@@ -24,7 +24,7 @@ from .load import TmaSource, load_forward, tile_copy
 from .mask import mask_scores
 from .memory import ForwardLayouts, forward_layouts, forward_storage
 from .mma import ForwardMmas, Fragments, issue_output, issue_scores, make_fragments
-from .pipeline import ForwardPipelines, grant_first_turn, open_forward, pass_turn, wait_turn
+from .pipeline import ForwardPipelines, grant_first_turn, open_forward, pass_turn, wait_full, wait_turn
 from .schedule import WARPGROUP, forward_schedule
 from .softmax import finish, rescale_output, softmax_step
 
@@ -107,7 +107,8 @@ class ForwardSm90:
         m_blocks = cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
         if cutlass.const_expr(not self.causal):
             return head_by_head(index, m_blocks, sizes.heads_q)
-        kv_bytes = sizes.seqlen_k * (self.width_qk + self.width_v) * 2
+        keys = cutlass.min(sizes.seqlen_k, 1 << 20)  # beyond any L2, and the product stays within 32 bits
+        kv_bytes = keys * (self.width_qk + self.width_v) * 2
         group = sizes.heads_q // sizes.heads_kv
         return longest_first(index, m_blocks, sizes.heads_q, sizes.batch, kv_bytes, group)
 
@@ -169,9 +170,7 @@ class ForwardSm90:
             finish(frags.o, context.state)
             if cutlass.const_expr(lse is not None):
                 store_lse(lse, context.state, work, mma_thread, tile.tile_m, scale_log2)
-            store_output(
-                frags.o, OutputRoom(s_o, sources.o, self.width_v), work, mma_thread, schedule.mma_threads
-            )
+            store_output(frags.o, OutputRoom(s_o, sources.o, self.width_v), work, mma_thread, schedule.mma_threads)
 
     @cute.jit
     def attend(self, context: MmaContext, tiles: KeyTiles):
@@ -184,7 +183,7 @@ class ForwardSm90:
         grant_first_turn(context.warpgroup, self.schedule)
         if tiles.count > 0:
             pipes.q.consumer_wait(pipelines.make_pipeline_state(consumer, 1))
-            pipes.k.consumer_wait(k_state)
+            wait_full(pipes.k, k_state)
             issue_scores(self.mmas, frags, k_state.index)
             warpgroup.wait_group(0)
             pipes.k.consumer_release(k_state)
@@ -201,7 +200,7 @@ class ForwardSm90:
                 self.step(context, k_state, v_state, masked_end - 1 - step, False)
                 k_state.advance()
                 v_state.advance()
-            pipes.v.consumer_wait(v_state)
+            wait_full(pipes.v, v_state)
             issue_output(self.mmas, frags, v_state.index)
             warpgroup.wait_group(0)
             pipes.v.consumer_release(v_state)
@@ -218,10 +217,10 @@ class ForwardSm90:
     def step(self, context: MmaContext, k_state, v_state, key_tile: Int32, masked: bool):
         """Scores of `key_tile` and O += P V of the tile before are in flight together; the softmax runs under P V."""
         pipes, frags = context.pipes, context.frags
-        pipes.k.consumer_wait(k_state)
+        wait_full(pipes.k, k_state)
         wait_turn(context.warpgroup, self.schedule)
         issue_scores(self.mmas, frags, k_state.index)
-        pipes.v.consumer_wait(v_state)
+        wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
         pass_turn(context.warpgroup, self.schedule)
         warpgroup.wait_group(1)

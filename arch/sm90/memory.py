@@ -1,9 +1,9 @@
 """WHERE: the shared memory of a forward CTA.
 
-    sQ  (tile_m, width_qk)                 later sO  (64, width_v, warpgroups): Q is dead once the last score is out
-    sK  (tile_n, width_qk, stages)         ring
-    sV  (width_v, tile_n, stages)          ring; stored as loaded, keys x width_v, read by wgmma as an MN-major operand
-    barriers                               full and empty of Q, of every K slot, of every V slot
+sQ  (tile_m, width_qk)                 later sO  (64, width_v, warpgroups): Q is dead once the last score is out
+sK  (tile_n, width_qk, stages)         ring
+sV  (width_v, tile_n, stages)          ring; stored as loaded, keys x width_v, read by wgmma as an MN-major operand
+barriers                               full and empty of Q, of every K slot, of every V slot
 """
 
 from typing import NamedTuple

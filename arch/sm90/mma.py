@@ -16,7 +16,7 @@ from .schedule import ROWS_PER_WARPGROUP
 
 @dataclass(frozen=True)
 class ForwardMmas:
-    """The two tiled MMAs, made anew where they are used: setting ACCUMULATE changes one, which must not leave a loop."""
+    """The two tiled MMAs, made anew where they are used: setting ACCUMULATE changes one, and no loop carries that."""
 
     tile: Tile
     width_v: int

@@ -8,6 +8,8 @@ from ..common.numeric import exp2, finite_or_zero, mul_rn
 from ..common.rowstate import RowState, inverse_total
 from .mma import rows_view
 
+CHAINS = 4  # partial maxima of a row
+
 
 def quad_max(x: Float32) -> Float32:
     """Over the four lanes that share a row."""
@@ -20,6 +22,22 @@ def quad_sum(x: Float32) -> Float32:
     return x + cute.arch.shuffle_sync_bfly(x, offset=2)
 
 
+def _row_maxima(view: cute.Tensor, state: RowState) -> list[Float32]:
+    """New maxima of both rows. Several chains a row: a maximum waits for the one before it, and while it waits ptxas
+    would move the softmax below the wait for P V, where nothing runs beside it."""
+    chains = [[state.maximum[r], *(view[r, c] for c in range(CHAINS - 1))] for r in range(2)]
+    for c in range(CHAINS - 1, cute.size(view, mode=[1])):
+        for r in range(2):
+            chains[r][c % CHAINS] = cute.arch.fmax(chains[r][c % CHAINS], view[r, c])
+    return [quad_max(_tree(chains[r], cute.arch.fmax)) for r in range(2)]
+
+
+def _tree(values: list, combine) -> Float32:
+    while len(values) > 1:
+        values = [combine(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+    return values[0]
+
+
 @cute.jit
 def softmax_step(scores: cute.Tensor, state: RowState, scale_log2: Float32, masked: cutlass.Constexpr[bool]):
     """Scores become exp2(scale * (score - maximum)); the state takes the new maximum, sum and rescale factor.
@@ -27,22 +45,17 @@ def softmax_step(scores: cute.Tensor, state: RowState, scale_log2: Float32, mask
     After an unmasked tile every row has seen a key, so only masked tiles pay for the -inf guard.
     """
     view = rows_view(scores)  # (2, tile_n / 4)
-    columns = cute.size(view, mode=[1])
+    maxima = _row_maxima(view, state)
     for r in cutlass.range_constexpr(2):
-        old = state.maximum[r]
-        new = old
-        for c in cutlass.range_constexpr(columns):
-            new = cute.arch.fmax(new, view[r, c])
-        new = quad_max(new)
-        subtrahend = mul_rn(new, scale_log2)
+        subtrahend = mul_rn(maxima[r], scale_log2)
         if cutlass.const_expr(masked):
             subtrahend = finite_or_zero(subtrahend)
-        rescale = exp2(mul_rn(old, scale_log2) - subtrahend)
-        partial = [Float32(0.0), Float32(0.0)]  # two chains: an add waits four cycles for the one before
-        for c in cutlass.range_constexpr(columns):
+        rescale = exp2(mul_rn(state.maximum[r], scale_log2) - subtrahend)
+        partial = [Float32(0.0), Float32(0.0)]
+        for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
             view[r, c] = exp2(view[r, c] * scale_log2 - subtrahend)
             partial[c % 2] = partial[c % 2] + view[r, c]
-        state.maximum[r] = new
+        state.maximum[r] = maxima[r]
         state.rescale[r] = rescale
         state.total[r] = state.total[r] * rescale + (partial[0] + partial[1])
 

@@ -1,7 +1,7 @@
 """Backward attention in two kernels, each the only writer of what it writes: no atomics, so always deterministic.
 
 dQ: one program walks all keys of one tile of query rows. It has dO and O at hand, so it also leaves
-delta = rowsum(dO * O) - dLSE for the second kernel.
+LSE in base 2 and delta = rowsum(dO * O) - dLSE for the second kernel.
 dK/dV: one program walks, for one tile of keys, all query rows of every query head of its group.
 Both recompute P = exp(S - LSE); dS = P * (dP - delta).
 """
@@ -36,17 +36,40 @@ from .operands import (
     scaled,
     sees,
     spec_of,
-    store_rows,
     store_tile,
     zeros,
 )
 
 
 @triton.jit
-def _load_lse_log2(base, start, end, count: tl.constexpr):
-    """LSE in base 2, and +inf for rows that saw no key or do not exist: their P is then exactly 0."""
-    value = load_rows(base, start, end, count, float("inf"))
-    return tl.where(value == float("-inf"), float("inf"), value * LOG2_E)
+def _row_values(workspace, batch, head, sizes, tile: tl.constexpr):
+    """Where one head's LSE in base 2 and its delta start: (batch, heads_q, 2, seqlen_q rounded up to dQ's tiles)."""
+    rows = tl.cdiv(sizes.seqlen_q, tile) * tile
+    base = workspace + (batch.to(tl.int64) * sizes.heads_q + head) * 2 * rows
+    return base, base + rows
+
+
+@triton.jit
+def _leave_row_values(do_tile, out_tile, row_values, workspace, place, sizes, spec: tl.constexpr):
+    """LSE in base 2 and delta of this program's rows, returned and left in the workspace.
+
+    Rows that saw no key, or do not exist, get LSE +inf and delta 0: their P is then exactly 0, and 0 * NaN cannot be.
+    """
+    lse, dlse = row_values
+    batch, head, start = place
+    tile_m: tl.constexpr = spec.tile_m
+    value = load_rows(rows_start(lse, batch, head, sizes), start, sizes.seqlen_q, tile_m, float("-inf"))
+    delta = row_dots(do_tile, out_tile)
+    if spec.lse_grad:
+        delta -= load_rows(rows_start(dlse, batch, head, sizes), start, sizes.seqlen_q, tile_m, 0.0)
+    dead = value == float("-inf")
+    lse_log2 = tl.where(dead, float("inf"), value * LOG2_E)
+    delta = tl.where(dead, 0.0, delta)
+    lse_base, delta_base = _row_values(workspace, batch, head, sizes, tile_m)
+    rows = start + tl.arange(0, tile_m)
+    tl.store(lse_base + rows, lse_log2)
+    tl.store(delta_base + rows, delta)
+    return lse_log2, delta
 
 
 @triton.jit
@@ -70,10 +93,11 @@ def _sweep_keys(acc, fixed, kv, rows, bounds, sizes, scale_log2, spec: tl.conste
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def attention_backward_dq(qkv, outs, row_values, dq, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr):
+def attention_backward_dq(
+    qkv, outs, row_values, workspace, dq, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr
+):
     q, k, v = qkv
     out, dout = outs
-    lse, dlse, delta = row_values
     sizes = Sizes(seqlen_q, seqlen_k, heads, group)
     tile_m: tl.constexpr = spec.tile_m
     tile, head, batch = grid_place(seqlen_q, heads, tile_m)
@@ -84,17 +108,13 @@ def attention_backward_dq(qkv, outs, row_values, dq, seqlen_q, seqlen_k, heads, 
 
     do_tile = load_tile(head_start(dout, batch, head), dout, start, seqlen_q, tile_m, spec.head_dim_v, spec.tile_dv)
     out_tile = load_tile(head_start(out, batch, head), out, start, seqlen_q, tile_m, spec.head_dim_v, spec.tile_dv)
-    row_delta = row_dots(do_tile, out_tile)
-    lse_log2 = _load_lse_log2(rows_start(lse, batch, head, sizes), start, seqlen_q, tile_m)
-    if spec.lse_grad:
-        row_delta -= load_rows(rows_start(dlse, batch, head, sizes), start, seqlen_q, tile_m, 0.0)
-    row_delta = tl.where(lse_log2 == float("inf"), 0.0, row_delta)  # P is 0 there, and 0 * NaN must not be
-    store_rows(row_delta, rows_start(delta, batch, head, sizes), start, seqlen_q)
+    place = (batch, head, start)
+    lse_log2, delta = _leave_row_values(do_tile, out_tile, row_values, workspace, place, sizes, spec)
 
     q_tile = load_tile(head_start(q, batch, head), q, start, seqlen_q, tile_m, spec.head_dim, spec.tile_d)
     kv_head = head // group
     kv = (head_start(k, batch, kv_head), k, head_start(v, batch, kv_head), v)
-    fixed = (q_tile, do_tile, lse_log2, row_delta)
+    fixed = (q_tile, do_tile, lse_log2, delta)
     scale_log2 = scale * LOG2_E
     full, last = key_bounds(start, sizes, spec)
     acc = zeros(tile_m, spec.tile_d)
@@ -112,7 +132,7 @@ def _query_bounds(start, sizes, spec: tl.constexpr):
     """
     tile_m: tl.constexpr = spec.tile_m
     first = 0
-    full = 0
+    full = sizes.seqlen_q  # without hidden pairs: one loop takes all tiles as edges, a second costs more than its masks
     if spec.causal:
         diagonal = sizes.seqlen_k - sizes.seqlen_q
         first = tl.maximum(start - diagonal, 0) // tile_m * tile_m
@@ -131,12 +151,11 @@ def _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec: tl
     """
     dk, dv = state
     k_tile, v_tile = fixed
-    q, dout, lse, delta, batch, head = queries
+    q, dout, workspace, batch, head = queries
     first, hidden, full, tail, edges = bounds
     q_base = head_start(q, batch, head)
     do_base = head_start(dout, batch, head)
-    lse_base = rows_start(lse, batch, head, sizes)
-    delta_base = rows_start(delta, batch, head, sizes)
+    lse_base, delta_base = _row_values(workspace, batch, head, sizes, spec.tile_n)
     tile_m: tl.constexpr = spec.tile_m
     count = edges
     end = sizes.seqlen_q
@@ -146,25 +165,25 @@ def _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec: tl
     for step in tl.range(0, count):
         start = full + step * tile_m
         if edge:
-            start = tl.where(step < hidden, first + step * tile_m, tail)
+            start = first + step * tile_m
+        if edge and spec.causal:
+            start = tl.where(step < hidden, start, tail)
         q_tile = load_tile(q_base, q, start, end, tile_m, spec.head_dim, spec.tile_d)
         do_tile = load_tile(do_base, dout, start, end, tile_m, spec.head_dim_v, spec.tile_dv)
-        lse_log2 = _load_lse_log2(lse_base, start, sizes.seqlen_q, tile_m)
-        row_delta = load_rows(delta_base, start, sizes.seqlen_q, tile_m, 0.0)
-        p = tl.exp2(dot_transposed(k_tile, q_tile, spec) * scale_log2 - lse_log2[None, :])  # (tile_n, tile_m)
+        rows = start + tl.arange(0, tile_m)
+        s = dot_transposed(k_tile, q_tile, spec)  # (tile_n, tile_m)
+        p = tl.exp2(s * scale_log2 - tl.load(lse_base + rows)[None, :])
         if edge and spec.causal:
-            rows = start + tl.arange(0, tile_m)
             p = tl.where(keys[:, None] <= rows[None, :] + (sizes.seqlen_k - sizes.seqlen_q), p, 0.0)
         dv = add_dot(dv, p.to(dout.ptr.dtype.element_ty), do_tile, spec)
-        ds = p * (dot_transposed(v_tile, do_tile, spec) - row_delta[None, :])
+        ds = p * (dot_transposed(v_tile, do_tile, spec) - tl.load(delta_base + rows)[None, :])
         dk = add_dot(dk, ds.to(q.ptr.dtype.element_ty), q_tile, spec)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def attention_backward_dkdv(qkv, dout, row_values, grads, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr):
+def attention_backward_dkdv(qkv, dout, workspace, grads, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr):
     q, k, v = qkv
-    lse, delta = row_values
     dk, dv = grads
     sizes = Sizes(seqlen_q, seqlen_k, heads, group)
     tile_n: tl.constexpr = spec.tile_n
@@ -179,9 +198,10 @@ def attention_backward_dkdv(qkv, dout, row_values, grads, seqlen_q, seqlen_k, he
     bounds = _query_bounds(start, sizes, spec)
     scale_log2 = scale * LOG2_E
     for member in tl.range(0, group):
-        queries = (q, dout, lse, delta, batch, kv_head * group + member)
+        queries = (q, dout, workspace, batch, kv_head * group + member)
         state = _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec, True)
-        state = _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec, False)
+        if spec.causal:
+            state = _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec, False)
 
     dk_acc, dv_acc = state
     store_tile(scaled(dk_acc, scale), head_start(dk, batch, kv_head), dk, start, seqlen_k, spec.head_dim)
@@ -198,8 +218,8 @@ def compile_ahead(plan: Plan) -> tuple[Any, ...]:
     dlse = "*fp32" if plan.lse_grad else None
     sizes = ("i32", "i32", "i32", "i32")
     spec = spec_of(plan, plan.head_dim, plan.head_dim_v)
-    dq = ((x, x, x), (x, x), ("*fp32", dlse, "*fp32"), x, *sizes, "fp32", spec)
-    dkdv = ((x, x, x), x, ("*fp32", "*fp32"), (x, x), *sizes, "fp32", mirrored(spec))
+    dq = ((x, x, x), (x, x), ("*fp32", dlse), "*fp32", x, *sizes, "fp32", spec)
+    dkdv = ((x, x, x), x, "*fp32", (x, x), *sizes, "fp32", mirrored(spec))
     return compile_kernel(attention_backward_dq, dq, plan), compile_kernel(attention_backward_dkdv, dkdv, plan)
 
 
@@ -213,14 +233,15 @@ def build(plan: Plan) -> Callable[..., None]:
         seqlen_k, heads_kv, head_dim_v = v.shape[1:]
         sizes = (seqlen_q, seqlen_k, heads, heads // heads_kv)
         spec = specs(head_dim, head_dim_v)
-        lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-        delta = torch.empty_like(lse)
+        row_values = (lse.contiguous(), None if dlse is None else dlse.contiguous())
+        padded = triton.cdiv(seqlen_q, tile_m) * tile_m
+        workspace = torch.empty((batch, heads, 2, padded), dtype=torch.float32, device=q.device)
         qkv, dout = (operand(q), operand(k), operand(v)), operand(dout)
         attention_backward_dq[(triton.cdiv(seqlen_q, tile_m) * heads * batch,)](
-            qkv, (operand(out), dout), (lse, dlse, delta), operand(dq), *sizes, scale, spec, **options
+            qkv, (operand(out), dout), row_values, workspace, operand(dq), *sizes, scale, spec, **options
         )
         attention_backward_dkdv[(triton.cdiv(seqlen_k, tile_m) * heads_kv * batch,)](
-            qkv, dout, (lse, delta), (operand(dk), operand(dv)), *sizes, scale, mirrored(spec), **options
+            qkv, dout, workspace, (operand(dk), operand(dv)), *sizes, scale, mirrored(spec), **options
         )
 
     return backward

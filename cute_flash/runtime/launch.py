@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..spec.problem import Problem
-from . import compiler, dispatch
+from . import compiler, dispatch, report
 from .dispatch import Decision
 from .request import Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
 
@@ -68,7 +68,7 @@ def on_device(kernel: Kernel, device: torch.device, exports: bool) -> Kernel:
 def _aligned(name: str, tensor: torch.Tensor, alignment: int) -> torch.Tensor:
     faults = alignment_faults(name, tensor, alignment)
     for fault in faults:
-        dispatch.say("dispatch", f"{fault}")
+        report.say("dispatch", fault)
     return tensor.clone(memory_format=torch.contiguous_format) if faults else tensor
 
 

@@ -37,8 +37,6 @@ RENAMED = {
     "window_size": "window=",
     "enable_gqa": "nothing: grouped heads follow from the head counts of q and k",
 }
-# Facts of the GPU whose kernels the emulator runs on CPU tensors.
-EMULATED = {"sm_90a": ((9, 0), 132), "sm_100a": ((10, 0), 148), "sm_103a": ((10, 3), 148)}
 
 
 @dataclass(frozen=True)
@@ -212,10 +210,13 @@ def alignment_faults(name: str, tensor: torch.Tensor, alignment: int) -> tuple[s
         faults.append(f"{name}: copied, its last dimension {tensor.shape[-1]} is not a multiple of {unit}")
     if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
         faults.append(f"{name}: copied, its last dimension has stride {tensor.stride(-1)}, not 1")
-    outer = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    for stride in (stride * itemsize for size, stride in outer if size != 1):
-        if stride % alignment:
-            faults.append(f"{name}: copied, its stride of {stride} bytes is not a multiple of {alignment}")
+    for axis, size, stride in zip(
+        ("heads", "seqlen", "batch"), tensor.shape[-2::-1], tensor.stride()[-2::-1], strict=True
+    ):
+        if size != 1 and stride * itemsize % alignment:
+            faults.append(
+                f"{name}: copied, its {axis} stride of {stride * itemsize} bytes is not a multiple of {alignment}"
+            )
     if tensor.data_ptr() % alignment:
         offset = tensor.data_ptr() % alignment
         faults.append(f"{name}: copied, it starts {offset} bytes past a multiple of {alignment}")
@@ -226,8 +227,7 @@ def describe_device(device: torch.device) -> Device:
     """The device a problem is dispatched for: the tensors', or the emulated GPU that CPU tensors stand in for."""
     arch = settings.current.emulate
     if arch is not None and device.type == "cpu":
-        capability, sm_count = EMULATED[arch]
-        return Device("cuda", 0, f"emulated {arch}", capability, sm_count)
+        return device_facts.imagined(device_facts.ARCHES[arch], "emulated")
     return device_facts.describe(device)
 
 
