@@ -70,7 +70,7 @@ def _ratios(table: Table) -> list[tuple[tuple[str, ...], float]]:
 
 
 def verdict_lines(table: Table) -> list[str]:
-    """Ours against the best rival and against each, and Triton against FlexAttention: geometric mean and worst point."""
+    """Ours against the best rival and against each, Triton against FlexAttention: geometric mean and worst point."""
     lines, ratios = [], _ratios(table)
     if ratios:
         worst = min(ratios, key=lambda item: item[1])
