@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .runtime import autograd, dispatch, launch, request
+from .runtime import autograd, dispatch, launch, report, request
 from .runtime.dispatch import Decision
 from .runtime.launch import Call
 from .runtime.request import SCALE_MAX, SCALE_MIN, Options
@@ -89,7 +89,7 @@ def attention(
             call = None
         if call and batch == batch_k == batch_v and seqlen_k == seqlen_v and batch and seqlen_q and seqlen_k:
             if grad:
-                return autograd.Attention.apply(q, k, v, scale, call)
+                return autograd.differentiable(q, k, v, scale, call)
             out, lse = call.forward(q, k, v, scale, batch, seqlen_q)
             return (out, lse) if return_lse else out
     arguments = {
@@ -106,7 +106,7 @@ def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None)
     if key is None:  # an option was spelled in another way (softcap=0): once more, in the plain spelling
         return attention(q, k, v, **vars(options))
     for sentence in request.scale_copy(options.scale):
-        dispatch.say("dispatch", sentence)
+        report.say("dispatch", sentence)
     q, scale = request.positive_scale(q, options.scale)
     if request.is_empty(q, k):
         dispatch.choose(request.describe(q, k, v, options), options.backend)  # what is refused is refused empty too
@@ -119,7 +119,7 @@ def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None)
             _warm.clear()
         _warm[key] = call
     if call.grad:
-        return autograd.Attention.apply(q, k, v, scale, call)
+        return autograd.differentiable(q, k, v, scale, call)
     out, lse = call.forward(q, k, v, scale, q.shape[0], q.shape[1])
     return (out, lse) if options.return_lse else out
 

@@ -15,7 +15,7 @@ def _once(grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ..
     """Gradients that carry an error instead of a graph, for create_graph=True: using them again raises."""
     given = [grad.detach().requires_grad_() for grad in grads if grad is not None]
     delayed = torch._C._functions.DelayedError(_DOUBLE_BACKWARD, len(given))
-    carriers = iter(delayed(*given) if len(given) > 1 else (delayed(*given),))
+    carriers: Any = iter(delayed(*given) if len(given) > 1 else (delayed(*given),))
     return tuple(None if grad is None else next(carriers) for grad in grads)
 
 
@@ -55,6 +55,17 @@ class Attention(torch.autograd.Function):
         if create_graph:
             kept = list(_once(kept))
         return (*kept, None, None)
+
+
+# Function.apply less its Python preamble, which costs half of it (2.8 of 5.7 us) and only functorch needs.
+_apply = super(torch.autograd.Function, Attention).apply
+_functorch_active = torch._C._are_functorch_transforms_active
+
+
+def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: Call) -> Any:
+    if _functorch_active():
+        return Attention.apply(q, k, v, scale, call)
+    return _apply(q, k, v, scale, call)
 
 
 class Empty(torch.autograd.Function):

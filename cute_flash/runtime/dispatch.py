@@ -1,18 +1,18 @@
 """Which backend runs a problem: ask each in turn, best first, and keep every refusal."""
 
-import importlib.util
 import sys
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .. import arch
+import cute_flash.arch as arch
+
 from ..spec import settings
 from ..spec.backend import Backend
 from ..spec.errors import FallbackWarning, StrictFallbackError, UnsupportedError, lay_out
 from ..spec.plan import Plan
 from ..spec.problem import Problem
+from . import report, toolchain
 
 CAPABILITY_MIN = (8, 0)
 REFERENCE = "reference"
@@ -52,37 +52,25 @@ class Decision:
 
 
 _broken: dict[str, str] = {}  # toolchain module -> what its import raised
-_said: set[str] = set()
-_said_lock = threading.Lock()
 
 
 def backend_names() -> tuple[str, ...]:
     return tuple(backend.name for backend in arch.BACKENDS)
 
 
-def toolchain(backend: Backend) -> tuple[str, ...]:
-    """Modules that building with this backend imports."""
-    declared: tuple[str, ...] = getattr(backend, "toolchain", ("cutlass", "tvm_ffi") if backend.exports else ())
-    return declared
-
-
-def mark_broken(module: str, error: ImportError) -> None:
+def mark_broken(module: str, error: Exception) -> None:
     """A toolchain that is installed but does not import: its backends refuse from now on, naming the error."""
     _broken[module] = f"{type(error).__name__}: {error}"
 
 
+def forget_broken() -> None:
+    """For tests: every toolchain is whole again."""
+    _broken.clear()
+
+
 def _toolchain_refusals(backend: Backend) -> tuple[str, ...]:
-    """Cheap: looks for the modules, imports none."""
-    reasons = []
-    for module in toolchain(backend):
-        try:
-            missing = "" if importlib.util.find_spec(module) else f"No module named {module!r}"
-        except (ImportError, ValueError) as error:
-            missing = str(error)
-        missing = _broken.get(module, missing)
-        if missing:
-            reasons.append(f"`import {module}` fails: {missing}")
-    return tuple(reasons)
+    reasons = {module: _broken.get(module) or toolchain.missing(module) for module in toolchain.modules(backend)}
+    return tuple(f"`import {module}` fails: {reason}" for module, reason in reasons.items() if reason)
 
 
 def _refusals(backend: Backend, problem: Problem) -> tuple[str, ...]:
@@ -133,30 +121,9 @@ def choose(problem: Problem, forced: str | None = None) -> Decision:
     raise UnsupportedError(lay_out(f"no backend can run {problem}:", every))
 
 
-def first_time(text: str) -> bool:
-    """True once per text and process."""
-    with _said_lock:
-        fresh = text not in _said
-        _said.add(text)
-    return fresh
-
-
-def forget_said() -> None:
-    """For tests: every sentence is new again."""
-    with _said_lock:
-        _said.clear()
-    _broken.clear()
-
-
-def say(topic: str, text: str) -> None:
-    """A line on stderr for CUTE_FLASH_LOG; the same line once."""
-    if topic in settings.current.log and first_time(f"{topic}: {text}"):
-        print("\n".join(f"cute_flash {topic}: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
-
-
 def warn_fallback(decision: Decision) -> None:
     """Said aloud once per distinct decision, whatever the log settings."""
-    if decision.fallback and first_time(f"fallback: {decision.plan} {decision.sentence}"):
+    if decision.fallback and report.first_time(f"fallback: {decision.plan} {decision.sentence}"):
         warnings.warn(decision.sentence, FallbackWarning, stacklevel=_levels_to_caller())
 
 
@@ -173,9 +140,8 @@ def announce(decision: Decision, origin: str) -> None:
     warn_fallback(decision)
     if "dispatch" not in settings.current.log:
         return
-    fresh = first_time(f"decision: {decision}")
+    fresh = report.first_time(f"decision: {decision}")
     for copy in decision.copies:
-        first_time(f"dispatch: {copy}")  # the walk says it; the launch that copies need not repeat it
+        report.first_time(f"dispatch: {copy}")  # the walk says it; the launch that copies need not repeat it
     if fresh:
-        for line in decision.lines(origin):
-            print(f"cute_flash dispatch: {line}", file=sys.stderr, flush=True)
+        report.write("dispatch", "\n".join(decision.lines(origin)))

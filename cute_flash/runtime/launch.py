@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..spec.problem import Problem
-from . import compiler, dispatch
+from . import compiler, dispatch, report
 from .dispatch import Decision
 from .request import Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
 
@@ -68,12 +68,12 @@ def on_device(kernel: Kernel, device: torch.device, exports: bool) -> Kernel:
 def _aligned(name: str, tensor: torch.Tensor, alignment: int) -> torch.Tensor:
     faults = alignment_faults(name, tensor, alignment)
     for fault in faults:
-        dispatch.say("dispatch", f"{fault}")
+        report.say("dispatch", fault)
     return tensor.clone(memory_format=torch.contiguous_format) if faults else tensor
 
 
 def _aligning(kernel: Kernel, names: tuple[str, ...], alignment: int) -> Kernel:
-    """Launch as things lie; if the kernel's own checks object to the layout, copy what is misaligned and launch again."""
+    """Launch as things lie; where the kernel's own checks object, copy what is misaligned and launch again."""
     if not alignment:
         return kernel
 
@@ -100,9 +100,7 @@ def bind_forward(kernel: Kernel, site: Site, has_lse: bool) -> Forward:
     device, dtype, lse_dtype, heads_q = site.device, site.dtype, site.lse_dtype, site.heads_q
     tiled_v = _round_up(site.head_dim_v, site.unit)
 
-    def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int
-    ) -> Outputs:
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int) -> Outputs:
         out = torch.empty((batch, seqlen_q, heads_q, tiled_v), dtype=dtype, device=device)
         lse = torch.empty((batch, heads_q, seqlen_q), dtype=lse_dtype, device=device) if has_lse else None
         launch(q, k, v, out, lse, scale)
@@ -177,7 +175,7 @@ class Call:
 
 
 def ready(problem: Problem, forced: str | None, device: torch.device) -> tuple[Decision, Kernel]:
-    """Decide, compile or load, and say so. A toolchain found broken on the way becomes a refusal and the walk restarts."""
+    """Decide, compile or load, and say so. A toolchain found broken on the way is a refusal: the walk restarts."""
     while True:
         decision = dispatch.choose(problem, forced)
         try:

@@ -23,6 +23,7 @@ SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**60
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROW_BYTES = 16  # what TMA asks of every row start and outer stride
 
+UNBUILT = ("sink", "alibi_slopes", "score_mod", "mask_mod", "block_mask")  # beside window and softcap
 NOT_BUILT = "{name}= is not built yet: attention serves full and causal masks, any scale, and nothing else so far"
 FOREIGN = {
     "dropout": "dropout= is not supported: attention is exact and drops nothing, leave the argument out",
@@ -36,8 +37,6 @@ RENAMED = {
     "window_size": "window=",
     "enable_gqa": "nothing: grouped heads follow from the head counts of q and k",
 }
-# Facts of the GPU whose kernels the emulator runs on CPU tensors.
-EMULATED = {"sm_90a": ((9, 0), 132), "sm_100a": ((10, 0), 148), "sm_103a": ((10, 3), 148)}
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def _refuse_foreign(unknown: dict[str, Any]) -> None:
 def check_options(arguments: dict[str, Any], unknown: dict[str, Any], backends: tuple[str, ...]) -> Options:
     """Options from the keyword arguments of a public function, or the sentence that refuses one of them."""
     _refuse_foreign(unknown)
-    given = {name for name in ("sink", "alibi_slopes", "score_mod", "mask_mod", "block_mask") if arguments[name] is not None}
+    given = {name for name in UNBUILT if arguments[name] is not None}
     if _check_window(arguments["window"]):
         given.add("window")
     softcap = arguments["softcap"]
@@ -211,9 +210,13 @@ def alignment_faults(name: str, tensor: torch.Tensor, alignment: int) -> tuple[s
         faults.append(f"{name}: copied, its last dimension {tensor.shape[-1]} is not a multiple of {unit}")
     if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
         faults.append(f"{name}: copied, its last dimension has stride {tensor.stride(-1)}, not 1")
-    bad = [s for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n != 1 and s * itemsize % alignment]
-    if bad:
-        faults.append(f"{name}: copied, its stride of {bad[0] * itemsize} bytes is not a multiple of {alignment}")
+    for axis, size, stride in zip(
+        ("heads", "seqlen", "batch"), tensor.shape[-2::-1], tensor.stride()[-2::-1], strict=True
+    ):
+        if size != 1 and stride * itemsize % alignment:
+            faults.append(
+                f"{name}: copied, its {axis} stride of {stride * itemsize} bytes is not a multiple of {alignment}"
+            )
     if tensor.data_ptr() % alignment:
         offset = tensor.data_ptr() % alignment
         faults.append(f"{name}: copied, it starts {offset} bytes past a multiple of {alignment}")
@@ -224,8 +227,7 @@ def describe_device(device: torch.device) -> Device:
     """The device a problem is dispatched for: the tensors', or the emulated GPU that CPU tensors stand in for."""
     arch = settings.current.emulate
     if arch is not None and device.type == "cpu":
-        capability, sm_count = EMULATED[arch]
-        return Device("cuda", 0, f"emulated {arch}", capability, sm_count)
+        return device_facts.imagined(device_facts.ARCHES[arch], "emulated")
     return device_facts.describe(device)
 
 
