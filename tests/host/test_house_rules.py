@@ -68,7 +68,6 @@ EXCEPTIONS: dict[tuple[str, str, str], str] = {
         "attention_backward_dq",
     ): "Triton takes tensors one by one, not in bundles",
     ("parameters", "arch/triton/backward.py", "backward"): "the contract's ten operands and the Plan",
-    ("limits", "scripts/sass.py", "_immediate_dominators"): "the fixed point as the textbook has it",
 }
 
 
