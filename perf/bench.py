@@ -98,8 +98,10 @@ class Worker:
 
     def measure(self, point: points.Point, broken: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
         """One row for every contestant: its number, or the reason why there is none."""
+        from .machine import now
         from .series import Inputs, interleave
 
+        self.facts["date"] = now()
         self.tell(point, "")
         breaks = [note for name, note in broken if name == records.SERIES]
         notes = (

@@ -45,12 +45,17 @@ def _smi(fields: str, index: int) -> list[str]:
     return [field.strip() for field in answer.strip().splitlines()[0].split(",")] if answer.strip() else []
 
 
+def now() -> str:
+    """UTC to the second: with the GPU's uuid it names one interleaved run."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def facts(device: torch.device, commit: str) -> dict[str, str]:
     """The columns of a CSV row that name the machine and the software."""
     row = {
         "gpu": platform.processor() or platform.machine(),
         "uuid": platform.node(),
-        "date": datetime.date.today().isoformat(),
+        "date": now(),
         "commit": commit,
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),

@@ -115,7 +115,7 @@ def _reasons(rows: Sequence[records.Row], wanted: set[tuple[str, ...]], most: in
 
 def origin(rows: Sequence[records.Row]) -> str:
     """One sentence: GPU, versions, dates and commits of the rows with a number."""
-    timed = [row for row in rows if row["median_us"]]
+    timed = [{**row, "date": row["date"][:10]} for row in rows if row["median_us"]]
 
     def values(column: str) -> str:
         return ", ".join(sorted({row[column] for row in timed if row[column]}))

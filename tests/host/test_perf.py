@@ -161,6 +161,8 @@ def test_ratios_are_taken_within_a_point(tmp_path: Path):
     text = report.markdown(rows)
     assert "geometric mean 1.265 of 2 points, worst 0.800" in text
     assert "ours / fa4: geometric mean 1.265" in report.summary(rows, {records.key_of(POINT), records.key_of(longer)})
+    again = row(POINT, "fa4", 40.0, date="later")
+    assert list(records.measured([*rows, again])[records.key_of(POINT)]) == ["fa4"], "runs are never mixed"
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- results:x -->\nold\n<!-- /results -->\nb\n")
     report.put_between_marks(page, "x", "new")
