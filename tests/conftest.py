@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything under tests/device is marked; without a GPU it is skipped, with the reason."""
     missing = None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA GPU, none is available here")
     for item in items:
-        if ROOT / "tests" / "device" in item.path.parents:
+        if Path(__file__).parent / "device" in item.path.parents:
             item.add_marker(pytest.mark.device)
         if missing is not None and item.get_closest_marker("device"):
             item.add_marker(missing)
