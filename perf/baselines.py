@@ -78,7 +78,7 @@ def ours(backend: str | None, deterministic: bool = False) -> Callable[[Point, t
         if not hasattr(package, "attention"):
             raise Unavailable("cute_flash has no attention() here")
         if deterministic and point.direction == "fwd":
-            raise Unavailable("the forward is deterministic anyway")
+            raise Unavailable("not asked: the forward is deterministic anyway")
         if backend == "triton":
             _need_cuda(device)
         named = backend or _own_backend(point, device)

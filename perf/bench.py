@@ -67,6 +67,9 @@ class Worker:
         self.meter = machine.Meter(self.device)
         self.contestants = baselines.select(args.contestants)
         self.status = supervise.Status(args.worker) if args.worker else None
+        if self.device.type == "cuda":
+            rate = machine.matmul_rate(self.device)
+            print(f"{self.facts['gpu']} {self.facts['uuid']}: cuBLAS bf16 8192^3 {rate:.0f} TFLOP/s", flush=True)
 
     def run(self) -> None:
         start, longest, todo = time.monotonic(), 0.0, chosen_points(self.args)
@@ -95,8 +98,10 @@ class Worker:
 
     def measure(self, point: points.Point, broken: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
         """One row for every contestant: its number, or the reason why there is none."""
+        from .machine import now
         from .series import Inputs, interleave
 
+        self.facts["date"] = now()
         self.tell(point, "")
         breaks = [note for name, note in broken if name == records.SERIES]
         notes = (

@@ -45,12 +45,17 @@ def _smi(fields: str, index: int) -> list[str]:
     return [field.strip() for field in answer.strip().splitlines()[0].split(",")] if answer.strip() else []
 
 
+def now() -> str:
+    """UTC to the second: with the GPU's uuid it names one interleaved run."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def facts(device: torch.device, commit: str) -> dict[str, str]:
     """The columns of a CSV row that name the machine and the software."""
     row = {
         "gpu": platform.processor() or platform.machine(),
         "uuid": platform.node(),
-        "date": datetime.date.today().isoformat(),
+        "date": now(),
         "commit": commit,
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
@@ -63,6 +68,20 @@ def facts(device: torch.device, commit: str) -> dict[str, str]:
         row["uuid"] = str(getattr(properties, "uuid", platform.node()))
         row["driver"] = next(iter(_smi("driver_version", device.index or 0)), "")
     return row
+
+
+def matmul_rate(device: torch.device, size: int = 8192, runs: int = 5) -> float:
+    """TFLOP/s of the vendor library's bf16 matrix product: how fast this GPU is today, to judge absolute numbers by."""
+    a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(runs + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        torch.matmul(a, b)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * size**3 / statistics.median(times[2:]) * 1e-9
 
 
 class Meter:

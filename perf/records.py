@@ -74,14 +74,15 @@ def broken(rows: Sequence[Row], facts: Row, point: Point) -> list[tuple[str, str
 
 
 def measured(rows: Iterable[Row]) -> dict[tuple[str, ...], dict[str, Row]]:
-    """Point -> contestant -> row with a number; the newest row wins where a point was run again."""
+    """Point -> contestant -> row with a number, all of one interleaved run: the newest where there were several."""
     table: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
+        if not row["median_us"]:
+            continue
         contestants = table.setdefault(point_key(row), {})
-        if row["median_us"]:
-            contestants[row["contestant"]] = row
-        else:
-            contestants.pop(row["contestant"], None)
+        if any(other["uuid"] != row["uuid"] or other["date"] != row["date"] for other in contestants.values()):
+            contestants.clear()
+        contestants[row["contestant"]] = row
     return table
 
 

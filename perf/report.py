@@ -70,17 +70,19 @@ def _ratios(table: Table) -> list[tuple[tuple[str, ...], float]]:
 
 
 def verdict_lines(table: Table) -> list[str]:
-    """Geometric mean and worst point of ours against the best rival, and of Triton against FlexAttention."""
+    """Ours against the best rival and against each, Triton against FlexAttention: geometric mean and worst point."""
     lines, ratios = [], _ratios(table)
     if ratios:
         worst = min(ratios, key=lambda item: item[1])
         mean = records.geometric_mean([r for _, r in ratios])
         lines.append(f"ours / best rival: geometric mean {mean:.3f} of {len(ratios)} points, "
                      f"worst {worst[1]:.3f} at {label(worst[0])}")  # fmt: skip
-    pairs = [(r["ours-triton"], r["flex"]) for r in table.values() if "ours-triton" in r and "flex" in r]
-    if pairs:
-        mean = records.geometric_mean([_time(flex) / _time(ours) for ours, flex in pairs])
-        lines.append(f"ours-triton / flex: geometric mean {mean:.3f} of {len(pairs)} points")
+    for own in ("ours", "ours-triton"):
+        for rival in (name for name in _present(table) if not name.startswith("ours")):
+            both = [_time(r[rival]) / _time(r[own]) for r in table.values() if own in r and rival in r]
+            if both and (own == "ours" or rival == "flex"):
+                mean = records.geometric_mean(both)
+                lines.append(f"{own} / {rival}: geometric mean {mean:.3f} of {len(both)} points, least {min(both):.3f}")
     return lines
 
 
@@ -104,7 +106,7 @@ def _reasons(rows: Sequence[records.Row], wanted: set[tuple[str, ...]], most: in
     """Each distinct note once, with how many points it concerns."""
     counts: dict[tuple[str, str], int] = {}
     for row in rows:
-        if row["note"] and row["note"] != "not asked in this table" and records.point_key(row) in wanted:
+        if row["note"] and not row["note"].startswith("not asked") and records.point_key(row) in wanted:
             key = (row["contestant"], row["note"][:150])
             counts[key] = counts.get(key, 0) + 1
     lines = [f"  {name} ({count}x): {note}" for (name, note), count in counts.items()]
@@ -113,7 +115,7 @@ def _reasons(rows: Sequence[records.Row], wanted: set[tuple[str, ...]], most: in
 
 def origin(rows: Sequence[records.Row]) -> str:
     """One sentence: GPU, versions, dates and commits of the rows with a number."""
-    timed = [row for row in rows if row["median_us"]]
+    timed = [{**row, "date": row["date"][:10]} for row in rows if row["median_us"]]
 
     def values(column: str) -> str:
         return ", ".join(sorted({row[column] for row in timed if row[column]}))

@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import importlib
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from perf import points
 from scripts import sass
 
 SM_COUNTS = {(8, 0): 108, (9, 0): 132, (10, 0): 148, (10, 3): 148}
-KEEP = "--keep-ptx --keep-cubin"
+KEEP = "--keep-ptx --keep-cubin --dump-dir {folder}"  # the compiler keeps files too: they go where they are dropped
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -75,7 +76,8 @@ def compiled(backend: Any, plan: Plan) -> Iterator[tuple[str, str, bytes]]:
         return
     if not backend.exports:
         raise SystemExit(f"{backend.name} compiles nothing")
-    artifacts = backend.build(plan, KEEP).artifacts
+    with tempfile.TemporaryDirectory() as folder:
+        artifacts = backend.build(plan, KEEP.format(folder=folder)).artifacts
     yield plan.direction, artifacts.PTX, artifacts.CUBIN
 
 

@@ -130,6 +130,16 @@ def _reachable_in_post_order(after: Sequence[Sequence[int]]) -> list[int]:
     return order
 
 
+def _meet(one: int, other: int, parent: dict[int, int], rank: dict[int, int]) -> int:
+    """The nearest node that dominates both, as far as `parent` is known."""
+    while one != other:
+        if rank[one] < rank[other]:
+            one = parent[one]
+        else:
+            other = parent[other]
+    return one
+
+
 def _immediate_dominators(after: Sequence[Sequence[int]]) -> tuple[dict[int, int], dict[int, list[int]]]:
     """(node -> its immediate dominator, node -> predecessors), by walking up from two predecessors until they meet."""
     order = _reachable_in_post_order(after)
@@ -146,11 +156,7 @@ def _immediate_dominators(after: Sequence[Sequence[int]]) -> tuple[dict[int, int
             known = [p for p in before[node] if p in parent]
             best = known[0]
             for other in known[1:]:
-                while best != other:
-                    if rank[best] < rank[other]:
-                        best = parent[best]
-                    else:
-                        other = parent[other]
+                best = _meet(best, other, parent, rank)
             if parent.get(node) != best:
                 parent[node], changed = best, True
     return parent, before

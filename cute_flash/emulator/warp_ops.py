@@ -186,7 +186,12 @@ def activemask(i: Instr, kernel: Kernel):
 def mapa(i: Instr, kernel: Kernel):
     """The address of the same variable in another CTA of the cluster; a rank that does not exist shows when it is used."""
     kind = f"u{CLASS_BITS[i.args[0].cls]}"
-    put, source, rank, after = access.setter(i.args[0], kind), access.row(i.args[1], kind), access.row(i.args[2], "u32"), i.pc + 1
+    put, source, rank, after = (
+        access.setter(i.args[0], kind),
+        access.row(i.args[1], kind),
+        access.row(i.args[2], "u32"),
+        i.pc + 1,
+    )
 
     def step(w, mask):
         base = source(w).astype(np.int64)

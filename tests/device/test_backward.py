@@ -30,7 +30,7 @@ def check(case: Case, backend, ratios, floor: float = 0.0) -> None:
         assert all(value.abs().max() <= ONE_KEY_ATOL for value in grads[:2])
         compared = compared[2:]
     if not floor:
-        worst = max(error / yardstick for _, _, error, yardstick in compared if yardstick > 0)
+        worst = max((error / yardstick for _, _, error, yardstick in compared if yardstick > 0), default=0.0)
         ratios("backward", backend, case, judged.yardstick, worst)
     for name, value, error, yardstick in compared:
         assert value.dtype == inputs.q.dtype
@@ -54,8 +54,8 @@ def test_float16(case, backend, ratios):
 
 
 def peaked(case: Case) -> bool:
-    """Scores spread or shifted widely; equal scores leave dq = dk = 0, where a relative error says nothing."""
-    return case.values in ("huge_score", "rising", "falling", "outliers", "large") and case.seqlen_k == 1000
+    """Scores spread widely. All equal, or one far above all, they leave dq = dk = 0: no relative error there."""
+    return case.values in ("rising", "falling", "outliers", "large") and case.seqlen_k == 1000
 
 
 @pytest.mark.parametrize(("case", "backend"), pairs(filter(peaked, cases.adversarial_cases())))
@@ -65,10 +65,10 @@ def test_adversarial_values(case, backend, ratios):
 
 
 @pytest.mark.parametrize("backend", GRADIENT_BACKENDS, ids=str)
-@pytest.mark.parametrize("values", ["very_negative", "constant", "tiny"])
+@pytest.mark.parametrize("values", ["very_negative", "constant", "tiny", "huge_score"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_equal_scores(backend, values, causal):
-    """All weights alike: dv is a mean, and everything is finite."""
+def test_vanishing_gradients(backend, values, causal):
+    """All weights alike, or one of them 1: dv is a mean or a copy, and everything is finite."""
     case = Case(2, 160, 256, 4, 2, 64, 64, causal, values=values)
     inputs = cases.make_inputs(case, DEVICE)
     _, (dq, dk, dv) = runner(backend).gradients(*inputs.qkv, inputs.dout, causal=causal)
