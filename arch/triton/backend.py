@@ -40,6 +40,9 @@ class TritonBackend:
             tile=tiles.choose(problem.direction, max(widths), problem.dtype, ieee, capability),
         )
 
+    def split(self, plan: Plan) -> Plan | None:
+        return None
+
     def build(self, plan: Plan) -> Callable[..., Any]:
         if plan.direction == FORWARD:
             from .forward import build
