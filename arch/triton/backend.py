@@ -9,6 +9,8 @@ from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 
 from . import support, tiles
 
+PADDED = "padded"  # variant: a head dim is narrower than its tile
+
 
 class TritonBackend:
     name = "triton"
@@ -38,14 +40,20 @@ class TritonBackend:
             deterministic=True,  # no atomics anywhere
             ieee_float32=ieee,
             tile=tiles.choose(problem.direction, max(widths), problem.dtype, ieee, capability),
+            variant="" if widths == (problem.head_dim, problem.head_dim_v) else PADDED,
         )
 
     def build(self, plan: Plan) -> Callable[..., Any]:
+        """Compiles for the usual launch (see ahead.py); unusual strides and padded head dims compile at the first."""
+        import triton
+
         if plan.direction == FORWARD:
-            from .forward import build
+            from . import forward as kernels
         else:
-            from .backward import build
-        return build(plan)
+            from . import backward as kernels
+        if plan.variant != PADDED and not triton.knobs.runtime.interpret:
+            kernels.compile_ahead(plan)
+        return kernels.build(plan)
 
 
 BACKEND = TritonBackend()
