@@ -1,0 +1,199 @@
+"""What has to change in CuTe-DSL and TVM-FFI, while emulation is on, for host code to run with CPU tensors and no driver."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import os
+import tempfile
+
+from .errors import EmulatorError
+from .host import RUNTIME
+
+_CPU, _CUDA = 1, 2
+CAPABILITY = {"sm_90a": (9, 0), "sm_100a": (10, 0), "sm_103a": (10, 3)}
+SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
+L2_BYTES = {"sm_90a": 50 << 20, "sm_100a": 126 << 20, "sm_103a": 126 << 20}
+
+
+class DeviceTensor:
+    """A CPU tensor that says it lives on cuda:0: through DLPack the kernels are then the ones a GPU would get."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach() if hasattr(tensor, "detach") else tensor
+
+    def __dlpack__(self, **_):
+        capsule = self.tensor.__dlpack__()
+        _set_device(capsule)
+        return capsule
+
+    def __dlpack_device__(self):
+        return (_CUDA, 0)
+
+
+def _set_device(capsule) -> None:
+    api = ctypes.pythonapi
+    api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    name = api.PyCapsule_GetName(capsule)
+    start = {b"dltensor": 0, b"dltensor_versioned": 32}[name]
+    device = ctypes.cast(api.PyCapsule_GetPointer(capsule, name) + start + 8, ctypes.POINTER(ctypes.c_int32))
+    if device[0] == _CPU:
+        device[0], device[1] = _CUDA, 0
+
+
+def _is_cpu_tensor(value) -> bool:
+    return hasattr(value, "__dlpack_device__") and hasattr(value, "is_cpu") and value.is_cpu
+
+
+def present(value):
+    """Arguments with every CPU tensor in them, however nested, presented as a CUDA tensor."""
+    if _is_cpu_tensor(value):
+        import tvm_ffi
+
+        return tvm_ffi.from_dlpack(DeviceTensor(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(present(v) for v in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(present(v) for v in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        if any(_is_cpu_tensor(v) or isinstance(v, (tuple, list)) for v in changed.values()):
+            return type(value)(**{k: present(v) for k, v in changed.items()})
+    return value
+
+
+def raising(function):
+    """Call host code; an error inside a launch surfaces as itself, not as a CUDA error code."""
+    RUNTIME.error = None
+    try:
+        result = function()
+    except Exception:
+        if RUNTIME.error is None:
+            raise
+        result = None
+    if RUNTIME.error is not None:
+        error, RUNTIME.error = RUNTIME.error, None
+        raise error from None
+    return result
+
+
+def _patch(stack: contextlib.ExitStack, owner, name: str, value) -> None:
+    missing = object()
+    old = owner.__dict__.get(name, missing) if isinstance(owner, type) else getattr(owner, name)
+    setattr(owner, name, value)
+
+    def restore():
+        if old is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, old)
+
+    stack.callback(restore)
+
+
+def apply(arch: str) -> contextlib.ExitStack:
+    """Switch everything on; closing the returned stack switches it off."""
+    if arch not in CAPABILITY:
+        raise ValueError(f"arch {arch!r}: the emulator knows {', '.join(CAPABILITY)}")
+    path = RUNTIME.build()
+    RUNTIME.sms = SMS[arch]
+    RUNTIME.library.emu_device(*CAPABILITY[arch], SMS[arch])
+    stack = contextlib.ExitStack()
+    try:
+        _environment(stack, arch, path)
+        _settings(stack, arch, path)
+        _calls(stack)
+        _tensors(stack)
+        _hardware(stack, arch)
+    except BaseException:
+        stack.close()
+        raise
+    return stack
+
+
+def _environment(stack: contextlib.ExitStack, arch: str, path: str) -> None:
+    """For cutlass not imported yet: it reads these once."""
+    for name, value in (("CUTE_DSL_ARCH", arch), ("CUTE_DSL_LIBS", path)):
+        old = os.environ.get(name)
+        os.environ[name] = value
+        stack.callback(functools.partial(_restore_environment, name, old))
+
+
+def _restore_environment(name: str, old: str | None) -> None:
+    if old is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = old
+
+
+def _settings(stack: contextlib.ExitStack, arch: str, path: str) -> None:
+    """For cutlass imported before: the attributes it read them into. This is also how one process serves two architectures."""
+    from cutlass.base_dsl import env_manager, jit_executor
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    envar = CuTeDSL._get_dsl().envar
+    dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="cute_flash_ptx_"))
+    for name, value in (("arch", arch), ("shared_libs", path), ("keep_ptx", True), ("keep_cubin", True), ("dump_dir", dump)):
+        old = getattr(envar, name)
+        setattr(envar, name, value)
+        stack.callback(setattr, envar, name, old)
+    _patch(stack, env_manager, "get_prefix_dsl_libs", lambda prefix: path)
+
+    original = jit_executor.JitFunctionArtifacts.__post_init__
+
+    def remember(self):
+        original(self)
+        if isinstance(self.CUBIN, bytes) and isinstance(self.PTX, str) and "\n" in self.PTX:
+            RUNTIME.register(self.CUBIN, self.PTX)
+
+    _patch(stack, jit_executor.JitFunctionArtifacts, "__post_init__", remember)
+
+
+def _calls(stack: contextlib.ExitStack) -> None:
+    from cutlass.base_dsl.jit_executor import JitExecutor
+    from cutlass.cutlass_dsl import tvm_ffi_provider
+    from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
+
+    _patch(stack, CudaDialectJitCompiledFunction, "num_devices", 1)
+    for owner in (tvm_ffi_provider.TVMFFIJitCompiledFunction, tvm_ffi_provider.TVMFFIJitCompiledFunctionWithKwargs):
+        _patch(stack, owner, "__call__", _emulated_call(owner.__call__))
+    run = JitExecutor.run_compiled_program
+    _patch(stack, JitExecutor, "run_compiled_program", lambda self, args: raising(lambda: run(self, args)))
+
+
+def _emulated_call(original):
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        args = [present(a) for a in args]
+        kwargs = {k: present(v) for k, v in kwargs.items()}
+        return raising(lambda: original(self, *args, **kwargs))
+
+    return call
+
+
+def _tensors(stack: contextlib.ExitStack) -> None:
+    from cutlass.cute import runtime
+
+    original = runtime._Tensor.__init__
+
+    def init(self, tensor, *args, **kwargs):
+        original(self, DeviceTensor(tensor) if _is_cpu_tensor(tensor) else tensor, *args, **kwargs)
+
+    _patch(stack, runtime._Tensor, "__init__", init)
+
+
+def _hardware(stack: contextlib.ExitStack, arch: str) -> None:
+    from cutlass.utils import hardware_info
+
+    info = hardware_info.HardwareInfo
+    _patch(stack, info, "__init__", lambda self, device_id=0: None)
+    _patch(stack, info, "get_max_active_clusters", lambda self, cluster_size, *a, **k: max(1, SMS[arch] // cluster_size))
+    _patch(stack, info, "get_device_multiprocessor_count", lambda self: SMS[arch])
+    _patch(stack, info, "get_l2_cache_size_in_bytes", lambda self: L2_BYTES[arch])
+
+
+__all__ = ["CAPABILITY", "EmulatorError", "apply", "present", "raising"]
