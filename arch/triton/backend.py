@@ -9,8 +9,6 @@ from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 
 from . import support, tiles
 
-PADDED = "padded"  # variant: a head dim is narrower than its tile
-
 
 class TritonBackend:
     name = "triton"
@@ -40,19 +38,14 @@ class TritonBackend:
             deterministic=True,  # no atomics anywhere
             ieee_float32=ieee,
             tile=tiles.choose(problem.direction, max(widths), problem.dtype, ieee, capability),
-            variant="" if widths == (problem.head_dim, problem.head_dim_v) else PADDED,
+            variant="" if widths == (problem.head_dim, problem.head_dim_v) else tiles.PADDED,
         )
 
     def build(self, plan: Plan) -> Callable[..., Any]:
-        """Compiles for the usual launch (see ahead.py); unusual strides and padded head dims compile at the first."""
-        import triton
-
         if plan.direction == FORWARD:
             from . import forward as kernels
         else:
             from . import backward as kernels
-        if plan.variant != PADDED and not triton.knobs.runtime.interpret:
-            kernels.compile_ahead(plan)
         return kernels.build(plan)
 
 

@@ -40,6 +40,7 @@ from .operands import (
     store_tile,
     zeros,
 )
+from .tiles import PADDED
 
 
 @triton.jit
@@ -51,12 +52,12 @@ def _row_values(workspace, batch, head, sizes, tile: tl.constexpr):
 
 
 @triton.jit
-def _leave_row_values(do_tile, out_tile, row_values, workspace, place, sizes, spec: tl.constexpr):
+def _leave_row_values(do_tile, out_tile, row_values, place, sizes, spec: tl.constexpr):
     """LSE in base 2 and delta of this program's rows, returned and left in the workspace.
 
     Rows that saw no key, or do not exist, get LSE +inf and delta 0: their P is then exactly 0, and 0 * NaN cannot be.
     """
-    lse, dlse = row_values
+    lse, dlse, workspace = row_values
     batch, head, start = place
     tile_m: tl.constexpr = spec.tile_m
     value = load_rows(rows_start(lse, batch, head, sizes), start, sizes.seqlen_q, tile_m, float("-inf"))
@@ -96,9 +97,7 @@ def _sweep_keys(acc, fixed, kv, rows, bounds, sizes, scale_log2, spec: tl.conste
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def attention_backward_dq(
-    qkv, outs, row_values, workspace, dq, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr
-):
+def attention_backward_dq(qkv, outs, row_values, dq, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr):
     qk_columns: tl.constexpr = spec.qk
     v_columns: tl.constexpr = spec.v
     q, k, v = qkv
@@ -114,7 +113,7 @@ def attention_backward_dq(
     do_tile = load_tile(head_start(dout, batch, head, v_columns), dout, start, seqlen_q, tile_m, v_columns)
     out_tile = load_tile(head_start(out, batch, head, v_columns), out, start, seqlen_q, tile_m, v_columns)
     place = (batch, head, start)
-    lse_log2, delta = _leave_row_values(do_tile, out_tile, row_values, workspace, place, sizes, spec)
+    lse_log2, delta = _leave_row_values(do_tile, out_tile, row_values, place, sizes, spec)
 
     q_tile = load_tile(head_start(q, batch, head, qk_columns), q, start, seqlen_q, tile_m, qk_columns)
     kv_head = head // group
@@ -227,12 +226,15 @@ def compile_ahead(plan: Plan) -> tuple[Any, ...]:
     dlse = "*fp32" if plan.lse_grad else None
     sizes = ("i32", "i32", "i32", "i32")
     spec = exact_spec(plan)
-    dq = ((x, x, x), (x, x), ("*fp32", dlse), "*fp32", x, *sizes, "fp32", spec)
+    dq = ((x, x, x), (x, x), ("*fp32", dlse, "*fp32"), x, *sizes, "fp32", spec)
     dkdv = ((x, x, x), x, "*fp32", (x, x), *sizes, "fp32", mirrored(spec))
     return compile_kernel(attention_backward_dq, dq, plan), compile_kernel(attention_backward_dkdv, dkdv, plan)
 
 
 def build(plan: Plan) -> Callable[..., None]:
+    """Compiles for the usual launch (see ahead.py); unusual strides and padded head dims compile at their first."""
+    if plan.variant != PADDED and not triton.knobs.runtime.interpret:
+        compile_ahead(plan)
     specs = spec_maker(plan)
     options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
     tile_m = plan.tile.tile_m
@@ -242,12 +244,12 @@ def build(plan: Plan) -> Callable[..., None]:
         seqlen_k, heads_kv, head_dim_v = v.shape[1:]
         sizes = (seqlen_q, seqlen_k, heads, heads // heads_kv)
         spec = specs(head_dim, head_dim_v, alignment(head_dim, q, k, dq, dk), alignment(head_dim_v, v, out, dout, dv))
-        row_values = (lse.contiguous(), None if dlse is None else dlse.contiguous())
         padded = triton.cdiv(seqlen_q, tile_m) * tile_m
         workspace = torch.empty((batch, heads, 2, padded), dtype=torch.float32, device=q.device)
+        row_values = (lse.contiguous(), None if dlse is None else dlse.contiguous(), workspace)
         qkv, dout = (operand(q), operand(k), operand(v)), operand(dout)
         attention_backward_dq[(triton.cdiv(seqlen_q, tile_m) * heads * batch,)](
-            qkv, (operand(out), dout), row_values, workspace, operand(dq), *sizes, scale, spec, **options
+            qkv, (operand(out), dout), row_values, operand(dq), *sizes, scale, spec, **options
         )
         attention_backward_dkdv[(triton.cdiv(seqlen_k, tile_m) * heads_kv * batch,)](
             qkv, dout, workspace, (operand(dk), operand(dv)), *sizes, scale, mirrored(spec), **options

@@ -32,6 +32,7 @@ from .operands import (
     store_tile,
     zeros,
 )
+from .tiles import PADDED
 
 
 @triton.jit
@@ -100,6 +101,9 @@ def compile_ahead(plan: Plan) -> tuple[Any, ...]:
 
 
 def build(plan: Plan) -> Callable[..., None]:
+    """Compiles for the usual launch (see ahead.py); unusual strides and padded head dims compile at their first."""
+    if plan.variant != PADDED and not triton.knobs.runtime.interpret:
+        compile_ahead(plan)
     specs = spec_maker(plan)
     options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
 

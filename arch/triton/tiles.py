@@ -11,6 +11,8 @@ from cute_flash.spec.problem import BACKWARD, FORWARD
 
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)  # each a power of two, or a sum of two
 
+PADDED = "padded"  # Plan.variant where a head dim is narrower than its tile
+
 KIB = 1024
 SHARED_MEMORY_MIN = 99 * KIB  # 8.6, 8.9, 12.0, 12.1 and whatever is not listed
 SHARED_MEMORY = {  # bytes a program may take
