@@ -38,6 +38,7 @@ class TritonBackend:
             deterministic=True,  # no atomics anywhere
             ieee_float32=ieee,
             tile=tiles.choose(problem.direction, max(widths), problem.dtype, ieee, capability),
+            variant="" if widths == (problem.head_dim, problem.head_dim_v) else tiles.PADDED,
         )
 
     def split(self, plan: Plan) -> Plan | None:
@@ -45,10 +46,10 @@ class TritonBackend:
 
     def build(self, plan: Plan) -> Callable[..., Any]:
         if plan.direction == FORWARD:
-            from .forward import build
+            from . import forward as kernels
         else:
-            from .backward import build
-        return build(plan)
+            from . import backward as kernels
+        return kernels.build(plan)
 
 
 BACKEND = TritonBackend()
