@@ -203,9 +203,13 @@ def extremum(e: Emitter, i: Instr) -> None:
 
         float_extremum(e, i)
         return
-    if "relu" in i.parts or "x2" in kind:
+    relu = "relu" in i.parts  # .relu (s32): a negative result becomes 0
+    if "x2" in kind or (relu and kind != "s32"):
         raise UnknownInstruction(i.where())
-    e.ufunc({"min": "minimum", "max": "maximum"}[i.parts[0]], e.dst(i.args[0], kind), e.src(i.args[1], kind), e.src(i.args[2], kind))
+    target = e.dst(i.args[0], kind)
+    e.ufunc({"min": "minimum", "max": "maximum"}[i.parts[0]], target, e.src(i.args[1], kind), e.src(i.args[2], kind))
+    if relu:
+        e.ufunc("maximum", target, target, e.constant("i", 0))
 
 
 @emits("shl", "shr")
