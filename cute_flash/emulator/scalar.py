@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .emit import CLASS_BITS, Emitter, type_bits
+from .emit import CLASS_BITS, VIEWS, Emitter, type_bits
 from .errors import UnknownInstruction
 from .ptx import Imm, Instr, Pair, Special, Sym, Vec
 
@@ -209,7 +209,7 @@ def extremum(e: Emitter, i: Instr) -> None:
     target = e.dst(i.args[0], kind)
     e.ufunc({"min": "minimum", "max": "maximum"}[i.parts[0]], target, e.src(i.args[1], kind), e.src(i.args[2], kind))
     if relu:
-        e.ufunc("maximum", target, target, e.constant("i", 0))
+        e.ufunc("maximum", target, target, e.constant(VIEWS[kind], 0))
 
 
 @emits("shl", "shr")

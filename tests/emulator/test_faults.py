@@ -115,7 +115,7 @@ def test_swizzle_mismatch(arch):
         return re.sub(r"\b4611686\d{12}\b", lambda m: str(_signed(int(swap(m)))), ptx)
 
     def blackwell(ptx: str) -> str:
-        return re.sub(r"\b4611[67]\d{15}\b", lambda m: str(_signed(int(m[0]) & ~(7 << 61) | 4 << 61)), ptx)
+        return re.sub(r"\b4611[67]\d{14}\b", lambda m: str(_signed(int(m[0]) & ~(7 << 61) | 4 << 61)), ptx)
 
     changed = []
 
