@@ -1,0 +1,1 @@
+"""What every architecture's kernels share: facts and functions, no skeletons."""

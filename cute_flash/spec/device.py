@@ -20,6 +20,18 @@ class Device:
         return f"{self.name} (cuda:{self.index}, capability {self.capability[0]}.{self.capability[1]})"
 
 
+# Compile targets and the compute capability each is for.
+ARCHES = {"sm_90a": (9, 0), "sm_100a": (10, 0), "sm_103a": (10, 3)}
+# SMs of the part most people have of it; the tile order depends on it, results do not.
+_SM_COUNTS = {(9, 0): 132, (10, 0): 148, (10, 3): 148}
+
+
+def imagined(capability: tuple[int, int], word: str) -> Device:
+    """A GPU that is not here: `word` ("emulated", "simulated") tells it from a real one."""
+    name = f"{word} {capability[0]}.{capability[1]}"
+    return Device("cuda", 0, name, capability, _SM_COUNTS.get(capability, 108))
+
+
 @functools.lru_cache(maxsize=64)
 def _describe_cuda(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)

@@ -40,5 +40,7 @@ class Plan:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"
         words = [self.backend, self.direction, self.arch, self.dtype, f"d={dims}", str(self.mask)]
         words += [f"tile {self.tile}"] if self.tile else []
+        words += ["lse"] if self.lse and self.direction == "forward" else []
+        words += ["dlse"] if self.lse_grad else []
         words += [self.variant] if self.variant else []
         return " ".join(w for w in words if w)

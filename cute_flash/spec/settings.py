@@ -58,6 +58,17 @@ def read(environ: Mapping[str, str]) -> Settings:
     )
 
 
+# Variables of the DSL that change the code it emits; they are part of the disk cache's key.
+_COMPILER_VARIABLES = ("ARCH", "AUTO_M2S", "COMPILER_BACKEND", "COMPILER_OPT", "DEBUG", "DRYRUN", "ENABLE_ASSERTIONS",
+                       "ENABLE_PYIR", "LINEINFO", "LOC_TRACEBACKS", "TOLERATE_M2M")  # fmt: skip
+
+
+def compiler_variables() -> tuple[str, ...]:
+    """Those that are set, as NAME=value."""
+    names = (f"CUTE_DSL_{name}" for name in _COMPILER_VARIABLES)
+    return tuple(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+
+
 current: Settings = read(os.environ)
 generation: int = 0
 

@@ -1,0 +1,44 @@
+"""In which order CTAs take tiles: linear CTA index -> (query tile, head, batch)."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+L2_SECTION_BYTES = 32 * 1024 * 1024  # K and V of the heads worked on together should stay in L2 (50-60 MB on Hopper)
+
+
+class WorkTile(NamedTuple):
+    m_block: Int32
+    head: Int32  # of q
+    batch: Int32
+
+
+def tile_count(seqlen_q: Int32, tile_m: int, heads_q: Int32, batch: Int32) -> Int32:
+    return cute.ceil_div(seqlen_q, tile_m) * heads_q * batch
+
+
+def head_by_head(index: Int32, m_blocks: Int32, heads_q: Int32) -> WorkTile:
+    """Full mask: every tile costs the same; the tiles of one head run together and share its K and V."""
+    row = index // m_blocks
+    return WorkTile(index % m_blocks, row % heads_q, row // heads_q)
+
+
+@cute.jit
+def longest_first(
+    index: Int32, m_blocks: Int32, heads_q: Int32, batch: Int32, kv_bytes: Int32, group: Int32
+) -> WorkTile:
+    """Causal: the last query tiles see the most keys and start first, within a section of heads that fits in L2.
+
+    kv_bytes: K and V of one head. `group` query heads read the same K and V, so they count once.
+    """
+    rows = heads_q * batch
+    section = cutlass.max(1, L2_SECTION_BYTES // cutlass.max(1, kv_bytes)) * group
+    section = cutlass.min(section, rows)
+    section_index = index // (section * m_blocks)
+    within = index - section_index * section * m_blocks
+    first_row = section_index * section
+    width = cutlass.min(section, rows - first_row)  # the last section may be narrower
+    row = first_row + within % width
+    return WorkTile(m_blocks - 1 - within // width, row % heads_q, row // heads_q)

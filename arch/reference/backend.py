@@ -1,0 +1,80 @@
+"""Signs the contract for plain PyTorch: any device, any floating dtype, and the meaning of every option."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cute_flash.spec.device import Device
+from cute_flash.spec.plan import Plan
+from cute_flash.spec.problem import BACKWARD, Problem
+
+from . import support
+
+
+class ReferenceBackend:
+    name = "reference"
+    exports = False
+    row_alignment = 0
+
+    def native(self, device: Device) -> bool:
+        return support.native(device)
+
+    def refuse(self, problem: Problem) -> Sequence[str]:
+        return support.refuse(problem)
+
+    def plan(self, problem: Problem) -> Plan:
+        from .tiles import TILE
+
+        return Plan(
+            backend=self.name,
+            direction=problem.direction,
+            arch="",
+            dtype=problem.dtype,
+            head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
+            mask=problem.mask,
+            lse=problem.lse,
+            lse_grad=problem.lse_grad,
+            deterministic=problem.deterministic,
+            ieee_float32=problem.ieee_float32,
+            tile=TILE,
+        )
+
+    def build(self, plan: Plan) -> Callable[..., Any]:
+        return _backward_kernel(plan) if plan.direction == BACKWARD else _forward_kernel(plan)
+
+
+def _forward_kernel(plan: Plan) -> Callable[..., None]:
+    from .forward import forward
+    from .tiles import Geometry
+
+    tile = plan.tile
+    assert tile is not None  # plan() always sets one
+
+    @torch.no_grad()
+    def kernel(q, k, v, out, lse, scale) -> None:
+        geometry = Geometry(plan.mask, tile, q.shape[1], k.shape[1])
+        with torch.autocast(q.device.type, enabled=False):  # a matmul in 16 bits would be another meaning
+            forward(geometry, (q, k, v), out, lse, scale)
+
+    return kernel
+
+
+def _backward_kernel(plan: Plan) -> Callable[..., None]:
+    from .backward import Saved, backward
+    from .tiles import Geometry
+
+    tile = plan.tile
+    assert tile is not None  # plan() always sets one
+
+    @torch.no_grad()
+    def kernel(dout, q, k, v, out, lse, dlse, dq, dk, dv, scale) -> None:
+        geometry = Geometry(plan.mask, tile, q.shape[1], k.shape[1])
+        with torch.autocast(q.device.type, enabled=False):
+            backward(geometry, Saved(q, k, v, out, lse, dout, dlse), dq, dk, dv, scale)
+
+    return kernel
+
+
+BACKEND = ReferenceBackend()

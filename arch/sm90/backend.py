@@ -1,0 +1,46 @@
+"""Signs the contract for Hopper (compute capability 9.0)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cute_flash.spec.device import Device
+from cute_flash.spec.plan import Plan
+from cute_flash.spec.problem import Problem
+
+from . import support, tiles
+
+ARCH = "sm_90a"
+
+
+class Sm90Backend:
+    name = "sm90"
+    exports = True
+    row_alignment = 16  # TMA: base address and outer strides in 16-byte units
+
+    def native(self, device: Device) -> bool:
+        return support.native(device)
+
+    def refuse(self, problem: Problem) -> Sequence[str]:
+        return support.refuse(problem)
+
+    def plan(self, problem: Problem) -> Plan:
+        return Plan(
+            backend=self.name,
+            direction=problem.direction,
+            arch=ARCH,
+            dtype=problem.dtype,
+            head_dim=tiles.width(problem.head_dim),
+            head_dim_v=tiles.width(problem.head_dim_v),
+            mask=problem.mask,
+            lse=problem.lse,
+            tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask)),
+        )
+
+    def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
+        """A TVM-FFI function (q, k, v, out, lse, scale) on the current stream. `options`: more for cute.compile."""
+        from .compile import compile_forward
+
+        return compile_forward(plan, options)
+
+
+BACKEND = Sm90Backend()

@@ -1,0 +1,69 @@
+"""O leaves: registers -> shared memory (stmatrix, in Q's room) -> TMA, each warpgroup its 64 rows. LSE goes direct."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+
+from ..common.numeric import pack_fragment
+from ..common.order import WorkTile
+from ..common.rowstate import RowState, log_sum_exp
+from .load import TmaSource
+from .mma import first_row
+from .pipeline import O_STORED, Q_DEAD
+from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
+
+
+class OutputRoom(NamedTuple):
+    smem: cute.Tensor  # (64, width_v, warpgroups)
+    tma: TmaSource  # (seqlen_q, head_dim_v, heads_q, batch)
+    width_v: int
+
+
+def _registers_to_smem(o: cute.Tensor, room: cute.Tensor, thread: Int32, width_v: int, dtype: type):
+    one_warpgroup = hopper.make_trivial_tiled_mma(
+        dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1), (ROWS_PER_WARPGROUP, width_v),
+        warpgroup.OperandSource.RMEM,
+    )  # fmt: skip
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+    copy = cute.make_tiled_copy_C(atom, one_warpgroup).get_slice(thread % WARPGROUP)
+    packed = cute.make_rmem_tensor((cute.size(o) // 2,), Int32)
+    pack_fragment(o, packed, dtype)
+    rounded = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=dtype), o.layout)
+    cute.copy(atom, copy.retile(rounded), copy.partition_D(room))
+
+
+@cute.jit
+def store_output(o: cute.Tensor, out: OutputRoom, work: WorkTile, thread: Int32, mma_threads: cutlass.Constexpr[int]):
+    """Rows past seqlen_q and columns past head_dim_v are clipped by TMA."""
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    room = out.smem[None, None, group]
+    cute.arch.barrier(barrier_id=Q_DEAD, number_of_threads=mma_threads)
+    _registers_to_smem(o, room, thread, out.width_v, out.smem.element_type)
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=O_STORED + group, number_of_threads=WARPGROUP)
+    if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+        rows = cute.local_tile(
+            out.tma.tensor[None, None, work.head, work.batch],
+            (ROWS_PER_WARPGROUP, out.width_v),
+            (work.m_block * (mma_threads // WARPGROUP) + group, 0),
+        )
+        source, target = cpasync.tma_partition(
+            out.tma.atom, 0, cute.make_layout(1), cute.group_modes(room, 0, 2), cute.group_modes(rows, 0, 2)
+        )
+        cute.copy(out.tma.atom, source, target)
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the read
+
+
+@cute.jit
+def store_lse(lse: cute.Tensor, state: RowState, work: WorkTile, thread: Int32, tile_m: int, scale_log2: Float32):
+    """lse (batch, heads_q, seqlen_q). One lane of the four that share a row writes it."""
+    rows = lse[work.batch, work.head, None]
+    for r in cutlass.range_constexpr(2):
+        row = work.m_block * tile_m + first_row(thread) + 8 * r
+        if thread % 4 == 0 and row < rows.shape[0]:
+            rows[row] = log_sum_exp(state.maximum[r], state.total[r], scale_log2)

@@ -1,0 +1,80 @@
+"""WHEN: who waits for whom.
+
+edge   slots   producer -> consumers                     full arrives     empty arrives
+Q      1       load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
+K, V   stages  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
+
+named barrier        threads                     meaning
+TURN + w             256: warpgroups w-1 and w   warpgroup w may issue its matmuls (ping-pong)
+Q_DEAD               all MMA threads             every warpgroup has read its last Q: the room may take O
+O_STORED + w         128: warpgroup w            O of the warpgroup is in shared memory
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipelines
+from cutlass import Int32
+
+from .memory import ForwardLayouts
+from .schedule import WARPGROUP, Schedule
+
+TURN, Q_DEAD, O_STORED = 1, 4, 5  # ids; 0 belongs to __syncthreads, each row above takes up to three
+
+
+class ForwardPipelines(NamedTuple):
+    q: pipelines.PipelineTmaAsync
+    k: pipelines.PipelineTmaAsync
+    v: pipelines.PipelineTmaAsync
+
+
+def _tma_pipeline(barriers: cute.Pointer, stages: int, layout: cute.ComposedLayout, dtype: type, mma_warps: int):
+    slot_bytes = cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, 0)))
+    return pipelines.PipelineTmaAsync.create(
+        barrier_storage=barriers,
+        num_stages=stages,
+        producer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread),
+        consumer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread, mma_warps),
+        tx_count=slot_bytes,
+        defer_sync=True,
+    )
+
+
+def open_forward(storage, layouts: ForwardLayouts, stages: int, dtype: type, schedule: Schedule) -> ForwardPipelines:
+    warps = schedule.mma_warps
+    opened = ForwardPipelines(
+        q=_tma_pipeline(storage.q_barriers.data_ptr(), 1, layouts.q, dtype, warps),
+        k=_tma_pipeline(storage.k_barriers.data_ptr(), stages, layouts.k, dtype, warps),
+        v=_tma_pipeline(storage.v_barriers.data_ptr(), stages, layouts.v, dtype, warps),
+    )
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    return opened
+
+
+def wait_full(pipe: pipelines.PipelineTmaAsync, state: pipelines.PipelineState):
+    """A first try before the loop that suspends: 1 to 2% of the forward, where the data is mostly there already."""
+    pipe.consumer_wait(state, pipe.consumer_try_wait(state))
+
+
+@cute.jit
+def grant_first_turn(warpgroup: Int32, schedule: cutlass.Constexpr):
+    """The last warpgroup opens the round: warpgroup 0 may go."""
+    if cutlass.const_expr(schedule.ping_pong):
+        last = schedule.mma_warpgroups - 1
+        if warpgroup == last:
+            cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
+
+
+@cute.jit
+def wait_turn(warpgroup: Int32, schedule: cutlass.Constexpr):
+    if cutlass.const_expr(schedule.ping_pong):
+        cute.arch.barrier(barrier_id=TURN + warpgroup, number_of_threads=2 * WARPGROUP)
+
+
+@cute.jit
+def pass_turn(warpgroup: Int32, schedule: cutlass.Constexpr):
+    if cutlass.const_expr(schedule.ping_pong):
+        following = Int32(0) if warpgroup == schedule.mma_warpgroups - 1 else warpgroup + 1
+        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=2 * WARPGROUP)

@@ -1,0 +1,66 @@
+"""Tuning rows of the Hopper kernels: which tile a head_dim gets. Plain Python, no GPU, no cutlass."""
+
+from cute_flash.spec.plan import Tile
+
+SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
+WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every true head_dim under its width
+
+# (width of q and k, width of v, mask) -> Tile. TFLOP/s on an NVIDIA H200, 2026-11-30, bf16, 16384 tokens,
+# heads = 2048 // head_dim, kernel time by graph replay, cards throttling: compare within a line only.
+FORWARD = {
+    # S=16384: 537, against 493 for 192x112, 391 for 128x128
+    (64, 64, "full"): Tile(192, 128, stages=2),
+    # S=16384: 519; at S=1024 238 where 128x128 has 257
+    (64, 64, "causal"): Tile(192, 128, stages=2),
+    # S=16384: 604, against 530 for 128x128, 566 for 128x160, 575 for 192x96
+    (96, 96, "full"): Tile(192, 112, stages=2),
+    # S=1024: 319 against 283 for 192x112; S=16384: 521 against 553
+    (96, 96, "causal"): Tile(128, 128, stages=2),
+    # S=16384: 652, against 644 for 128x176, 640 for 128x160; S=1024: 545 against 521 and 502
+    (128, 128, "full"): Tile(128, 128, stages=2),
+    # S=16384: 651, against 639 for 128x176, 652 for 128x160; S=1024: 389 against 349 and 358
+    (128, 128, "causal"): Tile(128, 128, stages=2),
+    # S=16384: 761, against 685 for 128x112
+    (192, 128, "full"): Tile(128, 128, stages=2),
+    # S=16384: 703, against 709 for 128x112; S=1024: 375 against 358
+    (192, 128, "causal"): Tile(128, 128, stages=2),
+    # S=16384: 724, against 704 for 128x96
+    (192, 192, "full"): Tile(128, 112, stages=2),
+    # S=16384: 792, against 745 for 128x96
+    (192, 192, "causal"): Tile(128, 112, stages=2),
+    # S=16384: 707, against 662 for 128x64
+    (256, 256, "full"): Tile(128, 80, stages=2),
+    # S=16384: 685, against 661 for 128x64
+    (256, 256, "causal"): Tile(128, 80, stages=2),
+}
+
+
+def width(head_dim: int) -> int:
+    """The tiled head_dim: rounded up to the step, at least one swizzle atom (32 elements)."""
+    return -(-head_dim // WIDTH_STEP) * WIDTH_STEP
+
+
+def forward_smem_bytes(tile: Tile, width_qk: int, width_v: int) -> int:
+    """Shared memory of a forward CTA: Q (its room serves O later), the K and V rings, barriers."""
+    rows = max(width_qk, width_v) * tile.tile_m + tile.stages * tile.tile_n * (width_qk + width_v)
+    return 2 * rows + 1024 + 8 * (4 * tile.stages + 2)
+
+
+def forward_registers(tile: Tile, width_v: int) -> int:
+    """Registers a thread of a 64-row warpgroup needs for S, P (16-bit) and O, before addresses and row state."""
+    return tile.tile_n // 2 + tile.tile_n // 4 + width_v // 2
+
+
+def forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """The measured row if there is one, else the widest tile_n that fits registers and shared memory."""
+    width_qk, width_v = width(head_dim), width(head_dim_v)
+    exact = FORWARD.get((width_qk, width_v, mask))
+    if exact:
+        return exact
+    tile_m, budget = (192, 132) if max(width_qk, width_v) <= 64 else (128, 192)
+    for tile_n in (128, 112, 96, 80, 64, 48, 32):
+        tile = Tile(tile_m, tile_n, stages=2)
+        fits = forward_smem_bytes(tile, width_qk, width_v) <= SMEM_LIMIT
+        if fits and forward_registers(tile, width_v) <= budget:
+            return tile
+    raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")

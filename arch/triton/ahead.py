@@ -1,0 +1,55 @@
+"""Compile a Plan's kernels with no tensors and no GPU, for the launch that contiguous, 16-byte aligned operands give.
+
+What is compiled lands in Triton's own disk cache, where that launch then finds it.
+"""
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from cute_flash.spec.plan import Plan
+
+from .operands import Operand, Spec
+
+POINTER = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
+ALIGNED = [["tt.divisibility", 16]]
+
+
+def _constant(value: Any) -> bool:
+    return value is None or isinstance(value, int | Spec)
+
+
+def _leaves(value: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:
+    if not isinstance(value, tuple):
+        return [(path, value)]
+    return [leaf for index, item in enumerate(value) for leaf in _leaves(item, (*path, index))]
+
+
+def _types(value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return "constexpr" if _constant(value) else value
+    items = [_types(item) for item in value]
+    return Operand(*items) if isinstance(value, Operand) else tuple(items)
+
+
+def operand_types(dtype: str) -> Operand:
+    return Operand(POINTER[dtype], "i32", "i32", "i32", 1)
+
+
+def compile_kernel(kernel: Any, arguments: tuple[Any, ...], plan: Plan) -> Any:
+    """`arguments` = Triton's name of a type for each parameter, in tuples as they are passed, or a constant's value."""
+    leaves = _leaves(arguments)
+    aligned = [path for path, value in leaves if not _constant(value) and (len(path) > 1 or value.startswith("*"))]
+    major, minor = plan.arch.split(".")
+    return triton.compile(
+        ASTSource(
+            kernel,
+            signature=dict(zip(kernel.arg_names, _types(arguments), strict=True)),
+            constexprs={path: value for path, value in leaves if _constant(value)},
+            attrs=dict.fromkeys(aligned, ALIGNED),
+        ),
+        target=GPUTarget("cuda", int(major) * 10 + int(minor), 32),
+        options={"num_warps": plan.tile.warps, "num_stages": plan.tile.stages},
+    )

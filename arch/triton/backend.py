@@ -1,0 +1,51 @@
+"""Signs the contract for every GPU of compute capability 8.0 and above."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cute_flash.spec.device import Device
+from cute_flash.spec.plan import Plan
+from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
+
+from . import support, tiles
+
+
+class TritonBackend:
+    name = "triton"
+    exports = False
+    row_alignment = 0
+
+    def native(self, device: Device) -> bool:
+        return support.native(device)
+
+    def refuse(self, problem: Problem) -> Sequence[str]:
+        return support.refuse(problem)
+
+    def plan(self, problem: Problem) -> Plan:
+        capability = problem.device.capability
+        widths = tiles.width(problem.head_dim), tiles.width(problem.head_dim_v)
+        ieee = problem.dtype == "float32" and problem.ieee_float32
+        return Plan(
+            backend=self.name,
+            direction=problem.direction,
+            arch=f"{capability[0]}.{capability[1]}",
+            dtype=problem.dtype,
+            head_dim=widths[0],
+            head_dim_v=widths[1],
+            mask=problem.mask,
+            lse=problem.lse or problem.direction == BACKWARD,
+            lse_grad=problem.lse_grad,
+            deterministic=True,  # no atomics anywhere
+            ieee_float32=ieee,
+            tile=tiles.choose(problem.direction, max(widths), problem.dtype, ieee, capability),
+        )
+
+    def build(self, plan: Plan) -> Callable[..., Any]:
+        if plan.direction == FORWARD:
+            from .forward import build
+        else:
+            from .backward import build
+        return build(plan)
+
+
+BACKEND = TritonBackend()

@@ -1,0 +1,247 @@
+"""Backward attention in two kernels, each the only writer of what it writes: no atomics, so always deterministic.
+
+dQ: one program walks all keys of one tile of query rows. It has dO and O at hand, so it also leaves
+LSE in base 2 and delta = rowsum(dO * O) - dLSE for the second kernel.
+dK/dV: one program walks, for one tile of keys, all query rows of every query head of its group.
+Both recompute P = exp(S - LSE); dS = P * (dP - delta).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from cute_flash.spec.plan import Plan
+
+from .ahead import compile_kernel, operand_types
+from .operands import (
+    LOG2_E,
+    UNSPECIALIZED,
+    Sizes,
+    Spec,
+    add_dot,
+    dot_transposed,
+    grid_place,
+    head_start,
+    key_bounds,
+    load_rows,
+    load_tile,
+    operand,
+    row_dots,
+    rows_start,
+    scaled,
+    sees,
+    spec_of,
+    store_tile,
+    zeros,
+)
+
+
+@triton.jit
+def _row_values(workspace, batch, head, sizes, tile: tl.constexpr):
+    """Where one head's LSE in base 2 and its delta start: (batch, heads_q, 2, seqlen_q rounded up to dQ's tiles)."""
+    rows = tl.cdiv(sizes.seqlen_q, tile) * tile
+    base = workspace + (batch.to(tl.int64) * sizes.heads_q + head) * 2 * rows
+    return base, base + rows
+
+
+@triton.jit
+def _leave_row_values(do_tile, out_tile, row_values, workspace, place, sizes, spec: tl.constexpr):
+    """LSE in base 2 and delta of this program's rows, returned and left in the workspace.
+
+    Rows that saw no key, or do not exist, get LSE +inf and delta 0: their P is then exactly 0, and 0 * NaN cannot be.
+    """
+    lse, dlse = row_values
+    batch, head, start = place
+    tile_m: tl.constexpr = spec.tile_m
+    value = load_rows(rows_start(lse, batch, head, sizes), start, sizes.seqlen_q, tile_m, float("-inf"))
+    delta = row_dots(do_tile, out_tile)
+    if spec.lse_grad:
+        delta -= load_rows(rows_start(dlse, batch, head, sizes), start, sizes.seqlen_q, tile_m, 0.0)
+    dead = value == float("-inf")
+    lse_log2 = tl.where(dead, float("inf"), value * LOG2_E)
+    delta = tl.where(dead, 0.0, delta)
+    lse_base, delta_base = _row_values(workspace, batch, head, sizes, tile_m)
+    rows = start + tl.arange(0, tile_m)
+    tl.store(lse_base + rows, lse_log2)
+    tl.store(delta_base + rows, delta)
+    return lse_log2, delta
+
+
+@triton.jit
+def _sweep_keys(acc, fixed, kv, rows, bounds, sizes, scale_log2, spec: tl.constexpr, masked: tl.constexpr):
+    """Add dS @ K of keys [bounds) to dQ. `masked` = some (row, key) pairs of these tiles are hidden."""
+    q_tile, do_tile, lse_log2, delta = fixed
+    k_base, k, v_base, v = kv
+    end = None
+    if masked:
+        end = sizes.seqlen_k
+    for start in tl.range(bounds[0], bounds[1], spec.tile_n):
+        k_tile = load_tile(k_base, k, start, end, spec.tile_n, spec.head_dim, spec.tile_d)
+        v_tile = load_tile(v_base, v, start, end, spec.tile_n, spec.head_dim_v, spec.tile_dv)
+        p = tl.exp2(dot_transposed(q_tile, k_tile, spec) * scale_log2 - lse_log2[:, None])
+        if masked:
+            keys = start + tl.arange(0, spec.tile_n)
+            p = tl.where(sees(rows[:, None], keys[None, :], sizes, spec), p, 0.0)
+        ds = p * (dot_transposed(do_tile, v_tile, spec) - delta[:, None])
+        acc = add_dot(acc, ds.to(k.ptr.dtype.element_ty), k_tile, spec)
+    return acc
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_backward_dq(
+    qkv, outs, row_values, workspace, dq, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr
+):
+    q, k, v = qkv
+    out, dout = outs
+    sizes = Sizes(seqlen_q, seqlen_k, heads, group)
+    tile_m: tl.constexpr = spec.tile_m
+    tile, head, batch = grid_place(seqlen_q, heads, tile_m)
+    if spec.causal:  # longest rows first
+        tile = tl.cdiv(seqlen_q, tile_m) - 1 - tile
+    start = tile * tile_m
+    rows = start + tl.arange(0, tile_m)
+
+    do_tile = load_tile(head_start(dout, batch, head), dout, start, seqlen_q, tile_m, spec.head_dim_v, spec.tile_dv)
+    out_tile = load_tile(head_start(out, batch, head), out, start, seqlen_q, tile_m, spec.head_dim_v, spec.tile_dv)
+    place = (batch, head, start)
+    lse_log2, delta = _leave_row_values(do_tile, out_tile, row_values, workspace, place, sizes, spec)
+
+    q_tile = load_tile(head_start(q, batch, head), q, start, seqlen_q, tile_m, spec.head_dim, spec.tile_d)
+    kv_head = head // group
+    kv = (head_start(k, batch, kv_head), k, head_start(v, batch, kv_head), v)
+    fixed = (q_tile, do_tile, lse_log2, delta)
+    scale_log2 = scale * LOG2_E
+    full, last = key_bounds(start, sizes, spec)
+    acc = zeros(tile_m, spec.tile_d)
+    acc = _sweep_keys(acc, fixed, kv, rows, (0, full), sizes, scale_log2, spec, False)
+    acc = _sweep_keys(acc, fixed, kv, rows, (full, last), sizes, scale_log2, spec, True)
+    store_tile(scaled(acc, scale), head_start(dq, batch, head), dq, start, seqlen_q, spec.head_dim)
+
+
+@triton.jit
+def _query_bounds(start, sizes, spec: tl.constexpr):
+    """Query tiles for keys [start, start + tile_n): (first, hidden, full, tail, edges).
+
+    Row `first` starts the first tile that sees a key, `hidden` tiles from there on hide some pairs, from row `full` on
+    none does; `tail` starts the incomplete last tile. edges = the hidden tiles, and the tail where it is not of them.
+    """
+    tile_m: tl.constexpr = spec.tile_m
+    first = 0
+    full = sizes.seqlen_q  # without hidden pairs: one loop takes all tiles as edges, a second costs more than its masks
+    if spec.causal:
+        diagonal = sizes.seqlen_k - sizes.seqlen_q
+        first = tl.maximum(start - diagonal, 0) // tile_m * tile_m
+        full = tl.cdiv(tl.maximum(start + spec.tile_n - 1 - diagonal, 0), tile_m) * tile_m
+    tail = sizes.seqlen_q // tile_m * tile_m
+    hidden = tl.cdiv(tl.minimum(full, sizes.seqlen_q) - first, tile_m)
+    has_tail = (tail < sizes.seqlen_q) & (full <= tail)
+    return first, hidden, full, tail, hidden + has_tail.to(tl.int32)
+
+
+@triton.jit
+def _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec: tl.constexpr, edge: tl.constexpr):
+    """Add one query head's rows to dK and dV: its edge tiles (incomplete or with hidden pairs), or the others.
+
+    Keys beyond seqlen_k need no mask: their dK and dV rows are never stored.
+    """
+    dk, dv = state
+    k_tile, v_tile = fixed
+    q, dout, workspace, batch, head = queries
+    first, hidden, full, tail, edges = bounds
+    q_base = head_start(q, batch, head)
+    do_base = head_start(dout, batch, head)
+    lse_base, delta_base = _row_values(workspace, batch, head, sizes, spec.tile_n)
+    tile_m: tl.constexpr = spec.tile_m
+    count = edges
+    end = sizes.seqlen_q
+    if not edge:
+        count = tl.maximum(tail - full, 0) // tile_m
+        end = None
+    for step in tl.range(0, count):
+        start = full + step * tile_m
+        if edge:
+            start = first + step * tile_m
+        if edge and spec.causal:
+            start = tl.where(step < hidden, start, tail)
+        q_tile = load_tile(q_base, q, start, end, tile_m, spec.head_dim, spec.tile_d)
+        do_tile = load_tile(do_base, dout, start, end, tile_m, spec.head_dim_v, spec.tile_dv)
+        rows = start + tl.arange(0, tile_m)
+        s = dot_transposed(k_tile, q_tile, spec)  # (tile_n, tile_m)
+        p = tl.exp2(s * scale_log2 - tl.load(lse_base + rows)[None, :])
+        if edge and spec.causal:
+            p = tl.where(keys[:, None] <= rows[None, :] + (sizes.seqlen_k - sizes.seqlen_q), p, 0.0)
+        dv = add_dot(dv, p.to(dout.ptr.dtype.element_ty), do_tile, spec)
+        ds = p * (dot_transposed(v_tile, do_tile, spec) - tl.load(delta_base + rows)[None, :])
+        dk = add_dot(dk, ds.to(q.ptr.dtype.element_ty), q_tile, spec)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_backward_dkdv(qkv, dout, workspace, grads, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr):
+    q, k, v = qkv
+    dk, dv = grads
+    sizes = Sizes(seqlen_q, seqlen_k, heads, group)
+    tile_n: tl.constexpr = spec.tile_n
+    tile, kv_head, batch = grid_place(seqlen_k, heads // group, tile_n)  # causal: the first keys have the most rows
+    start = tile * tile_n
+    keys = start + tl.arange(0, tile_n)
+
+    k_tile = load_tile(head_start(k, batch, kv_head), k, start, seqlen_k, tile_n, spec.head_dim, spec.tile_d)
+    v_tile = load_tile(head_start(v, batch, kv_head), v, start, seqlen_k, tile_n, spec.head_dim_v, spec.tile_dv)
+    fixed = (k_tile, v_tile)
+    state = (zeros(tile_n, spec.tile_d), zeros(tile_n, spec.tile_dv))
+    bounds = _query_bounds(start, sizes, spec)
+    scale_log2 = scale * LOG2_E
+    for member in tl.range(0, group):
+        queries = (q, dout, workspace, batch, kv_head * group + member)
+        state = _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec, True)
+        if spec.causal:
+            state = _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec, False)
+
+    dk_acc, dv_acc = state
+    store_tile(scaled(dk_acc, scale), head_start(dk, batch, kv_head), dk, start, seqlen_k, spec.head_dim)
+    store_tile(dv_acc, head_start(dv, batch, kv_head), dv, start, seqlen_k, spec.head_dim_v)
+
+
+def mirrored(spec: Spec) -> Spec:
+    """The dK/dV kernel's: the Plan's tile_m counts its keys, tile_n its query rows."""
+    return replace(spec, tile_m=spec.tile_n, tile_n=spec.tile_m)
+
+
+def compile_ahead(plan: Plan) -> tuple[Any, ...]:
+    x = operand_types(plan.dtype)
+    dlse = "*fp32" if plan.lse_grad else None
+    sizes = ("i32", "i32", "i32", "i32")
+    spec = spec_of(plan, plan.head_dim, plan.head_dim_v)
+    dq = ((x, x, x), (x, x), ("*fp32", dlse), "*fp32", x, *sizes, "fp32", spec)
+    dkdv = ((x, x, x), x, "*fp32", (x, x), *sizes, "fp32", mirrored(spec))
+    return compile_kernel(attention_backward_dq, dq, plan), compile_kernel(attention_backward_dkdv, dkdv, plan)
+
+
+def build(plan: Plan) -> Callable[..., None]:
+    specs = functools.lru_cache(maxsize=None)(functools.partial(spec_of, plan))
+    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
+    tile_m = plan.tile.tile_m
+
+    def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, scale: float) -> None:
+        batch, seqlen_q, heads, head_dim = q.shape
+        seqlen_k, heads_kv, head_dim_v = v.shape[1:]
+        sizes = (seqlen_q, seqlen_k, heads, heads // heads_kv)
+        spec = specs(head_dim, head_dim_v)
+        row_values = (lse.contiguous(), None if dlse is None else dlse.contiguous())
+        padded = triton.cdiv(seqlen_q, tile_m) * tile_m
+        workspace = torch.empty((batch, heads, 2, padded), dtype=torch.float32, device=q.device)
+        qkv, dout = (operand(q), operand(k), operand(v)), operand(dout)
+        attention_backward_dq[(triton.cdiv(seqlen_q, tile_m) * heads * batch,)](
+            qkv, (operand(out), dout), row_values, workspace, operand(dq), *sizes, scale, spec, **options
+        )
+        attention_backward_dkdv[(triton.cdiv(seqlen_k, tile_m) * heads_kv * batch,)](
+            qkv, dout, workspace, (operand(dk), operand(dv)), *sizes, scale, mirrored(spec), **options
+        )
+
+    return backward

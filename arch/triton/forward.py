@@ -1,0 +1,114 @@
+"""Forward attention: one program walks all keys of one tile of query rows with a running softmax."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from cute_flash.spec.plan import Plan
+
+from .ahead import compile_kernel, operand_types
+from .operands import (
+    LN_2,
+    LOG2_E,
+    UNSPECIALIZED,
+    Sizes,
+    add_dot,
+    dot_transposed,
+    grid_place,
+    head_start,
+    key_bounds,
+    load_tile,
+    operand,
+    rows_start,
+    scaled,
+    sees,
+    spec_of,
+    store_rows,
+    store_tile,
+    zeros,
+)
+
+
+@triton.jit
+def _sweep(state, q_tile, kv, rows, bounds, sizes, scale_log2, spec: tl.constexpr, masked: tl.constexpr):
+    """Take keys [bounds) into the running softmax. `masked` = some (row, key) pairs of these tiles are hidden."""
+    acc, row_sum, row_max = state
+    k_base, k, v_base, v = kv
+    end = None
+    if masked:
+        end = sizes.seqlen_k
+    for start in tl.range(bounds[0], bounds[1], spec.tile_n):
+        k_tile = load_tile(k_base, k, start, end, spec.tile_n, spec.head_dim, spec.tile_d)
+        s = dot_transposed(q_tile, k_tile, spec)
+        if masked:
+            keys = start + tl.arange(0, spec.tile_n)
+            s = tl.where(sees(rows[:, None], keys[None, :], sizes, spec), s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+        shift = new_max
+        if masked:  # a row that has seen no key yet keeps -inf as its maximum: only the exponent gets a finite stand-in
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.exp2(s * scale_log2 - shift[:, None])
+        correction = tl.exp2(row_max - shift)
+        row_sum = row_sum * correction + tl.sum(p, 1)
+        row_max = new_max
+        v_tile = load_tile(v_base, v, start, end, spec.tile_n, spec.head_dim_v, spec.tile_dv)
+        acc = add_dot(scaled(acc, correction[:, None]), p.to(v.ptr.dtype.element_ty), v_tile, spec)
+    return acc, row_sum, row_max
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_forward(qkv, out, lse, seqlen_q, seqlen_k, heads, group, scale_log2, spec: tl.constexpr):
+    q, k, v = qkv
+    sizes = Sizes(seqlen_q, seqlen_k, heads, group)
+    tile_m: tl.constexpr = spec.tile_m
+    tile, head, batch = grid_place(seqlen_q, heads, tile_m)
+    if spec.causal:  # longest rows first
+        tile = tl.cdiv(seqlen_q, tile_m) - 1 - tile
+    start = tile * tile_m
+    rows = start + tl.arange(0, tile_m)
+
+    q_tile = load_tile(head_start(q, batch, head), q, start, seqlen_q, tile_m, spec.head_dim, spec.tile_d)
+    kv_head = head // group
+    kv = (head_start(k, batch, kv_head), k, head_start(v, batch, kv_head), v)
+    row_max = tl.full((tile_m,), float("-inf"), tl.float32)
+    state = (zeros(tile_m, spec.tile_dv), tl.zeros((tile_m,), tl.float32), row_max)
+    full, last = key_bounds(start, sizes, spec)
+    state = _sweep(state, q_tile, kv, rows, (0, full), sizes, scale_log2, spec, False)
+    state = _sweep(state, q_tile, kv, rows, (full, last), sizes, scale_log2, spec, True)
+
+    acc, row_sum, row_max = state
+    inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)  # a row that saw no key: output 0
+    store_tile(scaled(acc, inverse[:, None]), head_start(out, batch, head), out, start, seqlen_q, spec.head_dim_v)
+    if spec.lse:
+        store_rows((row_max + tl.log2(row_sum)) * LN_2, rows_start(lse, batch, head, sizes), start, seqlen_q)
+
+
+def compile_ahead(plan: Plan) -> tuple[Any, ...]:
+    x = operand_types(plan.dtype)
+    lse = "*fp32" if plan.lse else None
+    spec = spec_of(plan, plan.head_dim, plan.head_dim_v)
+    return (compile_kernel(attention_forward, ((x, x, x), x, lse, "i32", "i32", "i32", "i32", "fp32", spec), plan),)
+
+
+def build(plan: Plan) -> Callable[..., None]:
+    specs = functools.lru_cache(maxsize=None)(functools.partial(spec_of, plan))
+    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
+
+    def forward(q, k, v, out, lse, scale: float) -> None:
+        batch, seqlen_q, heads, head_dim = q.shape
+        seqlen_k, heads_kv, head_dim_v = v.shape[1:]
+        rows = (
+            lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
+        )
+        attention_forward[(triton.cdiv(seqlen_q, plan.tile.tile_m) * heads * batch,)](
+            (operand(q), operand(k), operand(v)), operand(out), rows,
+            seqlen_q, seqlen_k, heads, heads // heads_kv, scale * LOG2_E.value, specs(head_dim, head_dim_v), **options,
+        )  # fmt: skip
+        if rows is not lse:
+            lse.copy_(rows)
+
+    return forward

@@ -1,0 +1,242 @@
+"""Operands and tiles: how a kernel takes a strided tensor, and how it reads and writes a tile of it.
+
+A tile whose width is not a power of two is held as two parts, e.g. 96 columns as (64, 32): every function here takes
+and returns tuples of one or two parts. Offsets of batch, head and row are 64-bit.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from cute_flash.spec.plan import Plan
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+class Operand(NamedTuple):
+    """A (batch, seqlen, heads, dim) tensor; strides in elements."""
+
+    ptr: Any
+    batch: int
+    row: int
+    head: int
+    col: int
+
+
+class Sizes(NamedTuple):
+    """Run-time sizes, bundled inside the kernel: Triton would compile anew for other values of integers in a tuple."""
+
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    group: int  # query heads per key/value head
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All that is static in a kernel. tile_d and tile_dv are the padded widths of head_dim and head_dim_v."""
+
+    head_dim: int
+    head_dim_v: int
+    tile_d: int
+    tile_dv: int
+    tile_m: int
+    tile_n: int
+    causal: bool
+    lse: bool
+    lse_grad: bool
+    precision: str  # of float32 matmuls: "ieee" or "tf32"
+
+
+def operand(tensor: torch.Tensor) -> Operand:
+    return Operand(tensor, *tensor.stride())
+
+
+UNSPECIALIZED = ["seqlen_q", "seqlen_k", "heads", "group"]  # one kernel for all their values
+
+
+@triton.constexpr_function
+def main_width(tile: int) -> int:
+    """The power of two that the first part of a tile holds; the second holds the rest."""
+    return 1 << (tile.bit_length() - 1)
+
+
+@triton.jit
+def head_start(x, batch, head):
+    return x.ptr + batch.to(tl.int64) * x.batch + head.to(tl.int64) * x.head
+
+
+@triton.jit
+def _part_pointers(base, x, start, rows: tl.constexpr, first: tl.constexpr, cols: tl.constexpr):
+    row_offsets = tl.arange(0, rows).to(tl.int64) * x.row
+    col_offsets = (tl.arange(0, cols) + first).to(tl.int64) * x.col
+    return base + tl.cast(start, tl.int64) * x.row + row_offsets[:, None] + col_offsets[None, :]
+
+
+@triton.jit
+def _part_inside(rows_left, rows: tl.constexpr, first: tl.constexpr, cols: tl.constexpr, width: tl.constexpr):
+    """Which elements of a part exist: rows below rows_left, columns below the true width."""
+    inside = (tl.arange(0, rows) < rows_left)[:, None]
+    if first + cols > width:
+        inside = inside & ((tl.arange(0, cols) + first) < width)[None, :]
+    return inside
+
+
+@triton.jit
+def _load_part(base, x, start, end, rows: tl.constexpr, first: tl.constexpr, cols: tl.constexpr, width: tl.constexpr):
+    pointers = _part_pointers(base, x, start, rows, first, cols)
+    if end is None:
+        if first + cols > width:
+            return tl.load(pointers, mask=((tl.arange(0, cols) + first) < width)[None, :], other=0.0)
+        else:
+            return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=_part_inside(end - start, rows, first, cols, width), other=0.0)
+
+
+@triton.jit
+def load_tile(base, x, start, end, rows: tl.constexpr, width: tl.constexpr, tile: tl.constexpr):
+    """Rows [start, start + rows) as parts; zero beyond `width` columns and from row `end` on (None: all exist)."""
+    main: tl.constexpr = main_width(tile)
+    if main == tile:
+        return (_load_part(base, x, start, end, rows, 0, main, width),)
+    else:
+        return (
+            _load_part(base, x, start, end, rows, 0, main, width),
+            _load_part(base, x, start, end, rows, main, tile - main, width),
+        )
+
+
+@triton.jit
+def _store_part(part, base, x, start, end, first: tl.constexpr, width: tl.constexpr):
+    rows: tl.constexpr = part.shape[0]
+    cols: tl.constexpr = part.shape[1]
+    pointers = _part_pointers(base, x, start, rows, first, cols)
+    tl.store(pointers, part.to(x.ptr.dtype.element_ty), mask=_part_inside(end - start, rows, first, cols, width))
+
+
+@triton.jit
+def store_tile(parts, base, x, start, end, width: tl.constexpr):
+    """Write the rows below `end` and the columns below `width`, rounded to the tensor's dtype."""
+    _store_part(parts[0], base, x, start, end, 0, width)
+    if len(parts) == 2:
+        _store_part(parts[1], base, x, start, end, parts[0].shape[1], width)
+
+
+@triton.jit
+def rows_start(ptr, batch, head, sizes):
+    """Where one head's rows start in a contiguous (batch, heads_q, seqlen_q) tensor."""
+    return ptr + (batch.to(tl.int64) * sizes.heads_q + head) * sizes.seqlen_q
+
+
+@triton.jit
+def load_rows(base, start, end, count: tl.constexpr, missing: tl.constexpr):
+    """Values of rows [start, start + count); `missing` from row `end` on."""
+    rows = start + tl.arange(0, count)
+    return tl.load(base + rows, mask=rows < end, other=missing)
+
+
+@triton.jit
+def store_rows(values, base, start, end):
+    rows = start + tl.arange(0, values.shape[0])
+    tl.store(base + rows, values, mask=rows < end)
+
+
+@triton.jit
+def zeros(rows: tl.constexpr, tile: tl.constexpr):
+    main: tl.constexpr = main_width(tile)
+    if main == tile:
+        return (tl.zeros((rows, main), tl.float32),)
+    else:
+        return (tl.zeros((rows, main), tl.float32), tl.zeros((rows, tile - main), tl.float32))
+
+
+@triton.jit
+def scaled(parts, factor):
+    """Every part times a scalar or a column of row factors."""
+    if len(parts) == 1:
+        return (parts[0] * factor,)
+    else:
+        return (parts[0] * factor, parts[1] * factor)
+
+
+@triton.jit
+def row_dots(a, b):
+    """rowsum(a * b) in float32."""
+    total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
+    if len(a) == 2:
+        total += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
+    return total
+
+
+@triton.jit
+def dot_transposed(a, b, spec: tl.constexpr):
+    """a @ b^T, contracted over every part."""
+    total = tl.dot(a[0], tl.trans(b[0]), input_precision=spec.precision)
+    if len(a) == 2:
+        total = tl.dot(a[1], tl.trans(b[1]), total, input_precision=spec.precision)
+    return total
+
+
+@triton.jit
+def add_dot(acc, a, b, spec: tl.constexpr):
+    """acc + a @ b, part by part of b's columns."""
+    if len(acc) == 1:
+        return (tl.dot(a, b[0], acc[0], input_precision=spec.precision),)
+    else:
+        return (
+            tl.dot(a, b[0], acc[0], input_precision=spec.precision),
+            tl.dot(a, b[1], acc[1], input_precision=spec.precision),
+        )
+
+
+@triton.jit
+def grid_place(length, heads, tile: tl.constexpr):
+    """(tile, head, batch) of this program: tiles of a head are neighbours, heads of a batch come next."""
+    tiles = tl.cdiv(length, tile)
+    place = tl.program_id(0)
+    return place % tiles, place // tiles % heads, place // tiles // heads
+
+
+@triton.jit
+def key_bounds(start, sizes, spec: tl.constexpr):
+    """(full, last) for query rows [start, start + tile_m): all see the tiles of keys [0, full), none sees `last`."""
+    if spec.causal:
+        diagonal = sizes.seqlen_k - sizes.seqlen_q
+        last_row = tl.minimum(start + spec.tile_m, sizes.seqlen_q)
+        full = tl.maximum(tl.minimum(start + diagonal + 1, sizes.seqlen_k), 0)
+        last = tl.maximum(tl.minimum(last_row + diagonal, sizes.seqlen_k), 0)
+    else:
+        full = sizes.seqlen_k
+        last = sizes.seqlen_k
+    return full // spec.tile_n * spec.tile_n, last
+
+
+@triton.jit
+def sees(rows, keys, sizes, spec: tl.constexpr):
+    """Mask of a tile; rows and keys are index tensors of shapes that broadcast."""
+    visible = keys < sizes.seqlen_k
+    if spec.causal:
+        visible = visible & (keys <= rows + (sizes.seqlen_k - sizes.seqlen_q))
+    return visible
+
+
+def spec_of(plan: Plan, head_dim: int, head_dim_v: int) -> Spec:
+    """The Plan's static facts for operands of these true head dims."""
+    tile = plan.tile
+    return Spec(
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        tile_d=plan.head_dim,
+        tile_dv=plan.head_dim_v,
+        tile_m=tile.tile_m,
+        tile_n=tile.tile_n,
+        causal=plan.mask.causal,
+        lse=plan.lse,
+        lse_grad=plan.lse_grad,
+        precision="ieee" if plan.ieee_float32 else "tf32",
+    )

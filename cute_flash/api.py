@@ -1,0 +1,143 @@
+"""The public functions. A warm call is one dictionary lookup, the outputs, and the launch."""
+
+import inspect
+from typing import Any
+
+import torch
+
+from .runtime import autograd, dispatch, launch, report, request
+from .runtime.dispatch import Decision
+from .runtime.launch import Call
+from .runtime.request import SCALE_MAX, SCALE_MIN, Options
+from .spec import settings
+
+# (what a kernel depends on, shapes and strides left out) -> Call. Bounded because a key holds settings.generation.
+_warm: dict[tuple[Any, ...], Call] = {}
+_WARM_MAX = 4096
+
+_is_grad_enabled = torch.is_grad_enabled
+_torch_deterministic = torch.are_deterministic_algorithms_enabled
+_float32 = torch.float32
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+    **unknown: Any,
+) -> Any:
+    """Exact attention: softmax(scale * q k^T + mask) v, computed in tiles with memory linear in the sequence.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim).
+        k: (batch, seqlen_k, heads_kv, head_dim). heads_q is a multiple of heads_kv (MHA, GQA, MQA).
+        v: (batch, seqlen_k, heads_kv, head_dim_v). head_dim and head_dim_v are 8 to 256 and may differ.
+            q, k and v share a device and a dtype: bfloat16, float16, float32 or float64. Any strides are right,
+            expanded tensors too; what a kernel cannot read in place is copied, and `explain` says so.
+        causal: row i sees keys j <= i + seqlen_k - seqlen_q (aligned bottom-right). A row that sees no key gives
+            output 0, LSE -inf and zero gradients.
+        scale: multiplies the scores; default head_dim ** -0.5. Negative and 0 are computed right.
+        return_lse: also return the natural-log LSE, float32 (float64 for float64), (batch, heads_q, seqlen_q).
+        deterministic: gradients are bitwise repeatable. torch.use_deterministic_algorithms(True) implies it.
+        backend: "sm90", "sm100", "triton" or "reference": use this one or raise. Default: the best that can.
+        window, softcap, sink, alibi_slopes, score_mod, mask_mod, block_mask: not built yet; anything but None
+            (or softcap=0) is refused.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, head_dim_v), contiguous, in q's dtype; or (out, lse) with return_lse=True.
+        Both are differentiable in q, k and v, once.
+
+    Raises:
+        ValueError, TypeError: a bad input, naming the value and the rule.
+        UnsupportedError: no backend, or not the one asked for, can run this; every refusal is listed.
+        BackendBuildError: a kernel failed to compile.
+    """
+    key, call = None, None
+    if window is softcap is sink is alibi_slopes is score_mod is mask_mod is block_mask is None and not unknown:
+        try:
+            batch, seqlen_q, heads_q, head_dim = q.shape
+            batch_k, seqlen_k, heads_k, head_dim_k = k.shape
+            batch_v, seqlen_v, heads_v, head_dim_v = v.shape
+            dtype = q.dtype
+            grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+            key = (
+                dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+                heads_q, heads_k, heads_v, head_dim, head_dim_k, head_dim_v,
+                causal, return_lse, deterministic or _torch_deterministic(), grad,
+                backend, settings.generation, dtype is not _float32 or request.ieee_float32(dtype),
+            )  # fmt: skip
+            call = _warm.get(key)
+        except (AttributeError, TypeError, ValueError):
+            key = None  # not three 4-D tensors, or an unhashable option: the cold path says what is wrong
+    if call is not None:
+        if scale is None:
+            scale = call.scale
+        elif type(scale) is not float or not SCALE_MIN <= scale <= SCALE_MAX:
+            call = None
+        if call and batch == batch_k == batch_v and seqlen_k == seqlen_v and batch and seqlen_q and seqlen_k:
+            if grad:
+                return autograd.differentiable(q, k, v, scale, call)
+            out, lse = call.forward(q, k, v, scale, batch, seqlen_q)
+            return (out, lse) if return_lse else out
+    arguments = {
+        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sink": sink,
+        "alibi_slopes": alibi_slopes, "score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask,
+        "return_lse": return_lse, "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    return _cold(q, k, v, request.check_options(arguments, unknown, dispatch.backend_names()), key)
+
+
+def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None) -> Any:
+    """The first call of a kind, and every call that is out of the ordinary: checked in full, then as the warm path."""
+    request.check_tensors(q, k, v)
+    if key is None:  # an option was spelled in another way (softcap=0): once more, in the plain spelling
+        return attention(q, k, v, **vars(options))
+    for sentence in request.scale_copy(options.scale):
+        report.say("dispatch", sentence)
+    q, scale = request.positive_scale(q, options.scale)
+    if request.is_empty(q, k):
+        dispatch.choose(request.describe(q, k, v, options), options.backend)  # what is refused is refused empty too
+        out, lse = autograd.Empty.apply(q, k, v)
+        return (out, lse) if options.return_lse else out
+    call = _warm.get(key)
+    if call is None:
+        call = launch.prepare(q, k, v, options)
+        if len(_warm) >= _WARM_MAX:
+            _warm.clear()
+        _warm[key] = call
+    if call.grad:
+        return autograd.differentiable(q, k, v, scale, call)
+    out, lse = call.forward(q, k, v, scale, q.shape[0], q.shape[1])
+    return (out, lse) if options.return_lse else out
+
+
+_DEFAULTS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(attention).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+
+
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Decision:
+    """What `attention` would run on these inputs and options, and why each better backend does not.
+
+    Nothing is compiled and no kernel runs. print() the result to read the walk; `.plan`, `.refusals`, `.copies`,
+    `.fallback` and, for inputs that need gradients, `.backward` hold the same facts. Raises what `attention` raises.
+    """
+    unknown = {name: value for name, value in options.items() if name not in _DEFAULTS}
+    checked = request.check_options({**_DEFAULTS, **options}, unknown, dispatch.backend_names())
+    request.check_tensors(q, k, v)
+    return launch.decide(q, k, v, checked)

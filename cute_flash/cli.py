@@ -1,0 +1,226 @@
+"""python -m cute_flash doctor | explain | warmup | cache: what is installed, what would run, and compiling ahead."""
+
+import argparse
+import itertools
+import multiprocessing
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+import cute_flash.arch as arch
+
+from .runtime import compiler, diskcache, dispatch, request, toolchain
+from .spec import device as device_facts
+from .spec import settings
+from .spec.backend import Backend
+from .spec.device import Device
+from .spec.errors import UnsupportedError
+from .spec.mask import CAUSAL, FULL
+from .spec.plan import Plan
+from .spec.problem import BACKWARD, FORWARD, Problem
+
+DTYPES = tuple(request.dtype_name(dtype) for dtype in request.DTYPES)
+SWITCH = {"no": (False,), "yes": (True,), "both": (False, True)}
+DIRECTIONS = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
+
+
+def _head_dims(text: str) -> tuple[int, int]:
+    """ "128" or "192,128" (head_dim, head_dim_v)."""
+    parts = [int(part) for part in text.split(",")]
+    return parts[0], parts[-1]
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def _problem(
+    device: Device, dtype: str, dims: tuple[int, int], direction: str, causal: bool, lse: bool = False
+) -> Problem:
+    mask = CAUSAL if causal else FULL
+    lse = lse or direction == BACKWARD
+    return Problem(direction, device, dtype, dims[0], dims[1], heads_q=8, heads_kv=8, mask=mask, lse=lse)
+
+
+def _devices() -> list[Device]:
+    if not torch.cuda.is_available():
+        return [device_facts.describe(torch.device("cpu"))]
+    return [device_facts.describe(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+
+
+def _walk(problem: Problem) -> str:
+    try:
+        return str(dispatch.choose(problem))
+    except UnsupportedError as refusal:
+        return str(refusal)
+
+
+# --------------------------------------------------------------------------------------------------------- doctor
+
+
+def _versions() -> Iterable[tuple[str, str]]:
+    yield "cute_flash", toolchain.version("cute-flash")
+    yield "python", platform.python_version()
+    yield from device_facts.version_facts().items()
+    for distribution in (*toolchain.DISTRIBUTIONS, "triton"):
+        yield distribution, toolchain.version(distribution)
+    yield "DSL runtime", str(toolchain.runtime_library() or "not found")
+    yield "linker", ", ".join(toolchain.linkers()) or "none: cached kernels load 0.5 s slower"
+
+
+def _cache_facts(root: Path | None) -> str:
+    if root is None:
+        return "off (CUTE_FLASH_CACHE_DIR)"
+    if not root.exists():
+        return f"{root} (not made yet)"
+    found = diskcache.entries(root)
+    damaged = sum(not entry.facts for entry in found)
+    return f"{root}: {len(found)} kernels, {sum(e.size for e in found) / 1e6:.1f} MB, {damaged} damaged"
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Versions, GPU, cache, and who would serve bfloat16 at head_dim 128."""
+    for name, value in _versions():
+        print(f"{name:20} {value}")
+    print(f"{'cache':20} {_cache_facts(settings.current.cache_dir)}")
+    print(f"{'settings':20} {settings.current}")
+    for device in _devices():
+        print(f"{'device':20} {device}")
+        for direction in (FORWARD, BACKWARD):
+            walk = _walk(_problem(device, "bfloat16", (128, 128), direction, causal=True))
+            print("\n".join(f"  {line}" for line in walk.splitlines()))
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------------- explain
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    """The dispatcher's walk for a described call, on this machine's device or an imagined one."""
+    device = device_facts.imagined(arguments.capability, "simulated") if arguments.capability else _devices()[0]
+    failed = 0
+    for direction in DIRECTIONS[arguments.direction]:
+        problem = _problem(device, arguments.dtype, arguments.head_dim, direction, arguments.causal)
+        try:
+            print(dispatch.choose(problem, arguments.backend))
+        except UnsupportedError as refusal:
+            print(refusal)
+            failed = 1
+    return failed
+
+
+# --------------------------------------------------------------------------------------------------------- warmup
+
+
+def _variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[str]]:
+    """The plans to compile, and a sentence for each variant that has none to keep."""
+    device = device_facts.imagined(device_facts.ARCHES[arguments.arch], "simulated")
+    plans: dict[Plan, Backend] = {}
+    skipped = []
+    masks, lses, directions = SWITCH[arguments.causal], SWITCH[arguments.lse], DIRECTIONS[arguments.direction]
+    grid = itertools.product(arguments.dtype, arguments.head_dim, directions, masks, lses)
+    for dtype, dims, direction, causal, lse in grid:
+        problem = _problem(device, dtype, dims, direction, causal, lse)
+        try:
+            decision = dispatch.choose(problem)
+        except UnsupportedError as refusal:
+            skipped.append(str(refusal))
+            continue
+        if decision.backend.exports:
+            plans[decision.plan] = decision.backend
+        else:
+            skipped.append(f"{problem}: {decision.backend.name} compiles at the first call, nothing to keep ahead")
+    return plans, skipped
+
+
+def _warm(task: tuple[str, Plan]) -> tuple[str, bool]:
+    """One plan, in a worker. Errors come back as text: not every exception travels between processes."""
+    name, plan = task
+    backend = next(backend for backend in arch.BACKENDS if backend.name == name)
+    try:
+        return f"{plan}: {compiler.kernel_for(backend, plan).origin}", True
+    except Exception as error:
+        return f"{plan}: {type(error).__name__}: {error}", False
+
+
+def warmup(arguments: argparse.Namespace) -> int:
+    """Compile the listed variants into the disk cache; needs no GPU."""
+    if settings.current.cache_dir is None:
+        print("CUTE_FLASH_CACHE_DIR turns the disk cache off: nowhere to keep compiled kernels", file=sys.stderr)
+        return 2
+    plans, skipped = _variants(arguments)
+    for sentence in dict.fromkeys(skipped):
+        print(f"skipped: {sentence}")
+    tasks = [(backend.name, plan) for plan, backend in plans.items()]
+    good = True
+    if arguments.jobs > 1 and len(tasks) > 1:
+        # fork: importing the compiler costs each worker 0.5 s under fork and 1.7 s under spawn
+        with multiprocessing.get_context("fork").Pool(min(arguments.jobs, len(tasks))) as pool:
+            for line, fine in pool.imap_unordered(_warm, tasks):
+                print(line, flush=True)
+                good &= fine
+    else:
+        for line, fine in map(_warm, tasks):
+            print(line, flush=True)
+            good &= fine
+    return 0 if good else 1
+
+
+# ---------------------------------------------------------------------------------------------------------- cache
+
+
+def cache(arguments: argparse.Namespace) -> int:
+    """List the compiled kernels on disk, or remove them."""
+    root = settings.current.cache_dir
+    print(_cache_facts(root))
+    if root is None or not root.exists():
+        return 0
+    if arguments.action == "clear":
+        print(f"removed {diskcache.clear(root)} kernels")
+        return 0
+    for entry in diskcache.entries(root):
+        facts = entry.facts
+        what = f"{facts['plan']}, compiled in {facts['seconds']:.2f} s" if facts else "damaged: will be rebuilt"
+        print(f"  {entry.path.name}  {entry.size / 1e3:.0f} kB  {what}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m cute_flash", description=__doc__)
+    commands = top.add_subparsers(required=True, metavar="doctor|explain|warmup|cache")
+
+    commands.add_parser("doctor", help=doctor.__doc__).set_defaults(run=doctor)
+
+    walk = commands.add_parser("explain", help=explain.__doc__)
+    walk.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    walk.add_argument("--head-dim", type=_head_dims, default=(128, 128), metavar="D|D,DV")
+    walk.add_argument("--causal", action="store_true")
+    walk.add_argument("--direction", choices=DIRECTIONS, default="both")
+    walk.add_argument("--backend", choices=dispatch.backend_names())
+    walk.add_argument("--capability", type=_capability, metavar="9.0", help="of an imagined GPU; default: this machine")
+    walk.set_defaults(run=explain)
+
+    ahead = commands.add_parser("warmup", help=warmup.__doc__)
+    ahead.add_argument("--arch", choices=tuple(device_facts.ARCHES), default="sm_90a")
+    ahead.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"])
+    ahead.add_argument("--head-dim", nargs="+", type=_head_dims, default=[(64, 64), (128, 128)], metavar="D|D,DV")
+    ahead.add_argument("--causal", choices=SWITCH, default="both")
+    ahead.add_argument("--lse", choices=SWITCH, default="both", help="kernels that write LSE: training and return_lse")
+    ahead.add_argument("--direction", choices=DIRECTIONS, default="both")
+    ahead.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
+    ahead.set_defaults(run=warmup)
+
+    shelf = commands.add_parser("cache", help=cache.__doc__)
+    shelf.add_argument("action", choices=("list", "clear"), nargs="?", default="list")
+    shelf.set_defaults(run=cache)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    status: int = arguments.run(arguments)
+    return status

@@ -1,0 +1,87 @@
+"""Gradients: one autograd Function around a Call. The backward re-enters the dispatcher with a backward Problem."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .launch import Call
+
+# Raised by autograd itself when the gradients we return are differentiated once more.
+_DOUBLE_BACKWARD = b"attention: double backward is not implemented"
+
+
+def _once(grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Gradients that carry an error instead of a graph, for create_graph=True: using them again raises."""
+    given = [grad.detach().requires_grad_() for grad in grads if grad is not None]
+    delayed = torch._C._functions.DelayedError(_DOUBLE_BACKWARD, len(given))
+    carriers: Any = iter(delayed(*given) if len(given) > 1 else (delayed(*given),))
+    return tuple(None if grad is None else next(carriers) for grad in grads)
+
+
+def _zeros_like_expanded(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((1, 1, 1, 1), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+class Attention(torch.autograd.Function):
+    """(q, k, v, scale, call) -> out, or (out, lse) where the call returns it."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: Call) -> Any:
+        batch, seqlen_q, _, _ = q.shape
+        out, lse = call.forward(q, k, v, scale, batch, seqlen_q)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale, ctx.call = scale, call
+        if not call.return_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        if dout is None and dlse is None:
+            return None, None, None, None, None
+        if dout is None:
+            dout = _zeros_like_expanded(out)
+        create_graph = torch.is_grad_enabled()
+        with torch.no_grad():
+            if dlse is not None:
+                dlse = dlse.contiguous()
+            backward = ctx.call.backwards(dlse is not None)
+            grads = backward(dout, q, k, v, out, lse, dlse, ctx.scale)
+            kept = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
+        if create_graph:
+            kept = list(_once(kept))
+        return (*kept, None, None)
+
+
+# Function.apply less its Python preamble, which costs half of it (2.8 of 5.7 us) and only functorch needs.
+_apply = super(torch.autograd.Function, Attention).apply
+_functorch_active = torch._C._are_functorch_transforms_active
+
+
+def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: Call) -> Any:
+    if _functorch_active():
+        return Attention.apply(q, k, v, scale, call)
+    return _apply(q, k, v, scale, call)
+
+
+class Empty(torch.autograd.Function):
+    """No query, or no key to see: output 0, LSE -inf, zero gradients, and no kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        ctx.save_for_backward(q, k, v)
+        batch, seqlen_q, heads_q, _ = q.shape
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = torch.zeros((batch, seqlen_q, heads_q, v.shape[3]), dtype=q.dtype, device=q.device)
+        lse = torch.full((batch, heads_q, seqlen_q), float("-inf"), dtype=lse_dtype, device=q.device)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) if wanted else None for t, wanted in pairs]
+        return _once(grads) if torch.is_grad_enabled() else tuple(grads)

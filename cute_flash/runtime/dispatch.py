@@ -1,0 +1,147 @@
+"""Which backend runs a problem: ask each in turn, best first, and keep every refusal."""
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import cute_flash.arch as arch
+
+from ..spec import settings
+from ..spec.backend import Backend
+from ..spec.errors import FallbackWarning, StrictFallbackError, UnsupportedError, lay_out
+from ..spec.plan import Plan
+from ..spec.problem import Problem
+from . import report, toolchain
+
+CAPABILITY_MIN = (8, 0)
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What runs, and why each better backend does not. str() is the walk, one line per fact."""
+
+    problem: Problem
+    backend: Backend
+    plan: Plan
+    refusals: Mapping[str, tuple[str, ...]]  # of the backends asked before, in order
+    fallback: bool = False  # one of them is made for this device
+    copies: tuple[str, ...] = ()  # inputs the backend cannot read as they lie
+    backward: "Decision | None" = field(default=None, compare=False)
+
+    @property
+    def sentence(self) -> str:
+        """Why a more general backend runs; empty where it is no fallback."""
+        if not self.fallback:
+            return ""
+        headline = f"the {self.problem.direction} on {self.problem.device} falls back to {self.backend.name}:"
+        return lay_out(headline, self.refusals)
+
+    def lines(self, origin: str = "") -> list[str]:
+        """The walk, forward only. `origin` says where the kernel came from."""
+        origin = f" ({origin})" if origin else ""
+        mark = " [fallback]" if self.fallback else ""
+        lines = [str(self.problem), f"  runs: {self.plan}{mark}{origin}"]
+        lines += [f"  {copy}" for copy in self.copies]
+        return lay_out("\n".join(lines), self.refusals).splitlines()
+
+    def __str__(self) -> str:
+        walk = self.lines() + (self.backward.lines() if self.backward else [])
+        return "\n".join(walk)
+
+
+_broken: dict[str, str] = {}  # toolchain module -> what its import raised
+
+
+def backend_names() -> tuple[str, ...]:
+    return tuple(backend.name for backend in arch.BACKENDS)
+
+
+def mark_broken(module: str, error: Exception) -> None:
+    """A toolchain that is installed but does not import: its backends refuse from now on, naming the error."""
+    _broken[module] = f"{type(error).__name__}: {error}"
+
+
+def forget_broken() -> None:
+    """For tests: every toolchain is whole again."""
+    _broken.clear()
+
+
+def _toolchain_refusals(backend: Backend) -> tuple[str, ...]:
+    reasons = {module: _broken.get(module) or toolchain.missing(module) for module in toolchain.modules(backend)}
+    return tuple(f"`import {module}` fails: {reason}" for module, reason in reasons.items() if reason)
+
+
+def _refusals(backend: Backend, problem: Problem) -> tuple[str, ...]:
+    return tuple(backend.refuse(problem)) or _toolchain_refusals(backend)
+
+
+def _decide(problem: Problem, backend: Backend, refused: Sequence[tuple[Backend, tuple[str, ...]]]) -> Decision:
+    return Decision(
+        problem=problem,
+        backend=backend,
+        plan=backend.plan(problem),
+        refusals={other.name: sentences for other, sentences in refused},
+        fallback=any(other.native(problem.device) for other, _ in refused),
+        copies=problem.unaligned if backend.row_alignment else (),
+    )
+
+
+def _forced(problem: Problem, name: str) -> Decision:
+    backend = next(backend for backend in arch.BACKENDS if backend.name == name)
+    sentences = _refusals(backend, problem)
+    if sentences:
+        raise UnsupportedError(lay_out(f"backend {name!r} was asked for and cannot run {problem}:", {name: sentences}))
+    return _decide(problem, backend, ())
+
+
+def choose(problem: Problem, forced: str | None = None) -> Decision:
+    """The first backend that takes the problem. `forced` (else CUTE_FLASH_BACKEND) names the only one to ask."""
+    forced = forced or settings.current.backend
+    if forced:
+        return _forced(problem, forced)
+    capability = problem.device.capability
+    if capability is not None and capability < CAPABILITY_MIN:
+        raise UnsupportedError(
+            f"compute capability {capability[0]}.{capability[1]} ({problem.device.name}) is below the minimum of 8.0; "
+            f"backend={REFERENCE!r} runs plain PyTorch there"
+        )
+    refused: list[tuple[Backend, tuple[str, ...]]] = []
+    for backend in arch.BACKENDS:
+        sentences = _refusals(backend, problem)
+        if sentences:
+            refused.append((backend, sentences))
+            continue
+        decision = _decide(problem, backend, refused)
+        if decision.fallback and settings.current.strict:
+            raise StrictFallbackError(f"CUTE_FLASH_STRICT=1 and {decision.sentence}")
+        return decision
+    every = {backend.name: sentences for backend, sentences in refused}
+    raise UnsupportedError(lay_out(f"no backend can run {problem}:", every))
+
+
+def warn_fallback(decision: Decision) -> None:
+    """Said aloud once per distinct decision, whatever the log settings."""
+    if decision.fallback and report.first_time(f"fallback: {decision.plan} {decision.sentence}"):
+        warnings.warn(decision.sentence, FallbackWarning, stacklevel=_levels_to_caller())
+
+
+def _levels_to_caller() -> int:
+    """stacklevel, counted from warn_fallback, of the first frame outside this package: the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("cute_flash."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def announce(decision: Decision, origin: str) -> None:
+    """The warning a fallback owes, and the walk where CUTE_FLASH_LOG asks for it."""
+    warn_fallback(decision)
+    if "dispatch" not in settings.current.log:
+        return
+    fresh = report.first_time(f"decision: {decision}")
+    for copy in decision.copies:
+        report.first_time(f"dispatch: {copy}")  # the walk says it; the launch that copies need not repeat it
+    if fresh:
+        report.write("dispatch", "\n".join(decision.lines(origin)))

@@ -1,0 +1,207 @@
+"""Binds a compiled kernel to one kind of call: allocates outputs, keeps the backend's row rule, launches.
+
+Everything that does not change from call to call is decided when the closure is made. The warm path therefore holds
+no Problem, no Plan and no layout check: TVM-FFI checks alignment itself, and its ValueError is the cue to look closer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..spec.problem import Problem
+from . import compiler, dispatch, report
+from .dispatch import Decision
+from .request import Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
+
+Kernel = Callable[..., Any]
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int, int], Outputs]
+Backward = Callable[..., Gradients]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where tensors of a call live and how rows must lie: what a closure below is specialised for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    alignment: int  # bytes; 0 = any strides
+    head_dim: int
+    head_dim_v: int
+    heads_q: int
+
+    @property
+    def unit(self) -> int:
+        """Elements that the last dimension must be a multiple of."""
+        return max(1, self.alignment // self.dtype.itemsize)
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+def site_of(device: torch.device, dtype: torch.dtype, decision: Decision) -> Site:
+    problem = decision.problem
+    alignment = decision.backend.row_alignment
+    return Site(device, dtype, alignment, problem.head_dim, problem.head_dim_v, problem.heads_q)
+
+
+def on_device(kernel: Kernel, device: torch.device, exports: bool) -> Kernel:
+    """A kernel that launches on the tensors' GPU. TVM-FFI functions switch by themselves."""
+    if exports or device.type != "cuda":
+        return kernel
+    index, current = device.index, torch.cuda.current_device
+
+    def guarded(*operands: Any) -> Any:
+        if current() == index:
+            return kernel(*operands)
+        with torch.cuda.device(index):
+            return kernel(*operands)
+
+    return guarded
+
+
+def _aligned(name: str, tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+    faults = alignment_faults(name, tensor, alignment)
+    for fault in faults:
+        report.say("dispatch", fault)
+    return tensor.clone(memory_format=torch.contiguous_format) if faults else tensor
+
+
+def _aligning(kernel: Kernel, names: tuple[str, ...], alignment: int) -> Kernel:
+    """Launch as things lie; where the kernel's own checks object, copy what is misaligned and launch again."""
+    if not alignment:
+        return kernel
+
+    def launch(*operands: Any) -> Any:
+        try:
+            return kernel(*operands)
+        except ValueError:
+            count = len(names)
+            inputs = [_aligned(name, t, alignment) for name, t in zip(names, operands[:count], strict=True)]
+            if all(new is old for new, old in zip(inputs, operands[:count], strict=True)):
+                raise
+        return kernel(*inputs, *operands[count:])
+
+    return launch
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def bind_forward(kernel: Kernel, site: Site, has_lse: bool) -> Forward:
+    """(q, k, v, scale, batch, seqlen_q) -> (out, lse). batch and seqlen_q are passed because the caller has them."""
+    launch = _aligning(kernel, ("q", "k", "v"), site.alignment)
+    device, dtype, lse_dtype, heads_q = site.device, site.dtype, site.lse_dtype, site.heads_q
+    tiled_v = _round_up(site.head_dim_v, site.unit)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int) -> Outputs:
+        out = torch.empty((batch, seqlen_q, heads_q, tiled_v), dtype=dtype, device=device)
+        lse = torch.empty((batch, heads_q, seqlen_q), dtype=lse_dtype, device=device) if has_lse else None
+        launch(q, k, v, out, lse, scale)
+        return out, lse
+
+    pad, pad_v = _round_up(site.head_dim, site.unit) - site.head_dim, tiled_v - site.head_dim_v
+    if not pad and not pad_v:
+        return forward
+
+    def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int) -> Outputs:
+        out, lse = forward(_pad(q, pad), _pad(k, pad), _pad(v, pad_v), scale, batch, seqlen_q)
+        return _unpad(out, pad_v), lse
+
+    return padded
+
+
+def _pad(tensor: torch.Tensor, pad: int) -> torch.Tensor:
+    """Zero columns at the end: they add nothing to any score and fall off the output."""
+    return F.pad(tensor, (0, pad)) if pad else tensor
+
+
+def _unpad(tensor: torch.Tensor, pad: int) -> torch.Tensor:
+    return tensor[..., :-pad].contiguous() if pad else tensor
+
+
+def bind_backward(kernel: Kernel, site: Site) -> Backward:
+    """(dout, q, k, v, out, lse, dlse, scale) -> (dq, dk, dv), contiguous."""
+    launch = _aligning(kernel, ("dout", "q", "k", "v", "out"), site.alignment)
+    pad = _round_up(site.head_dim, site.unit) - site.head_dim
+    pad_v = _round_up(site.head_dim_v, site.unit) - site.head_dim_v
+
+    def backward(*operands: Any) -> Gradients:
+        dout, q, k, v, out, lse, dlse, scale = operands
+        q, k, v = _pad(q, pad), _pad(k, pad), _pad(v, pad_v)
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        launch(_pad(dout, pad_v), q, k, v, _pad(out, pad_v), lse, dlse, dq, dk, dv, scale)
+        return _unpad(dq, pad), _unpad(dk, pad), _unpad(dv, pad_v)
+
+    return backward
+
+
+class Backwards:
+    """The backwards a differentiable call may need, with and without a gradient through LSE; compiled when needed."""
+
+    def __init__(self, problem: Problem, forced: str | None, site: tuple[torch.device, torch.dtype], lse: bool) -> None:
+        self.forced = forced
+        self.device, self.dtype = site
+        self.problems = {lse_grad: backward_of(problem, lse_grad) for lse_grad in ((False, True) if lse else (False,))}
+        self.bound: dict[bool, Backward] = {}
+        for each in self.problems.values():
+            dispatch.choose(each, forced)  # a backward nothing can run is refused before the forward runs
+
+    def __call__(self, lse_grad: bool) -> Backward:
+        backward = self.bound.get(lse_grad)
+        if backward is None:
+            decision, kernel = ready(self.problems[lse_grad], self.forced, self.device)
+            backward = self.bound[lse_grad] = bind_backward(kernel, site_of(self.device, self.dtype, decision))
+        return backward
+
+
+class Call:
+    """One kind of call, ready: everything the warm path needs behind one dictionary lookup."""
+
+    __slots__ = ("backwards", "forward", "grad", "return_lse", "scale")
+
+    def __init__(self, forward: Forward, scale: float, return_lse: bool, backwards: Backwards | None) -> None:
+        self.forward = forward
+        self.scale = scale  # the default one
+        self.return_lse = return_lse
+        self.grad = backwards is not None
+        self.backwards = backwards
+
+
+def ready(problem: Problem, forced: str | None, device: torch.device) -> tuple[Decision, Kernel]:
+    """Decide, compile or load, and say so. A toolchain found broken on the way is a refusal: the walk restarts."""
+    while True:
+        decision = dispatch.choose(problem, forced)
+        try:
+            compiled = compiler.kernel_for(decision.backend, decision.plan)
+        except compiler.ToolchainError as error:
+            dispatch.mark_broken(error.module, error.cause)
+            continue
+        dispatch.announce(decision, compiled.origin)
+        return decision, on_device(compiled.kernel, device, decision.backend.exports)
+
+
+def decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Decision:
+    """The forward's Decision and, where gradients are on, the backward's; for `explain`."""
+    problem = describe(q, k, v, options)
+    decision = dispatch.choose(problem, options.backend)
+    backward = None
+    if needs_grad(q, k, v):
+        backward = dispatch.choose(backward_of(problem, options.return_lse), options.backend)
+    return replace(decision, copies=scale_copy(options.scale) + decision.copies, backward=backward)
+
+
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Call:
+    """The Call of checked, non-empty inputs."""
+    problem = describe(q, k, v, options)
+    site = (q.device, q.dtype)
+    backwards = Backwards(problem, options.backend, site, options.return_lse) if needs_grad(q, k, v) else None
+    decision, kernel = ready(problem, options.backend, q.device)
+    forward = bind_forward(kernel, site_of(*site, decision), decision.plan.lse)
+    return Call(forward, default_scale(problem.head_dim), options.return_lse, backwards)

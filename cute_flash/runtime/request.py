@@ -1,0 +1,264 @@
+"""From what the user typed to what the dispatcher reads: bad input and unbuilt options end here, in one sentence each.
+
+Only the cold path comes through here. What passes is as the kernels want it: 4-D, one dtype, one device, scale > 0.
+"""
+
+import math
+import numbers
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..spec import device as device_facts
+from ..spec import settings
+from ..spec.device import Device
+from ..spec.errors import UnsupportedError
+from ..spec.mask import CAUSAL, FULL
+from ..spec.problem import FORWARD, Problem
+
+HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
+# Outside, scale * log2(e) leaves float32's normal range or overflows on ordinary scores.
+SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**60
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ROW_BYTES = 16  # what TMA asks of every row start and outer stride
+
+UNBUILT = ("sink", "alibi_slopes", "score_mod", "mask_mod", "block_mask")  # beside window and softcap
+NOT_BUILT = "{name}= is not built yet: attention serves full and causal masks, any scale, and nothing else so far"
+FOREIGN = {
+    "dropout": "dropout= is not supported: attention is exact and drops nothing, leave the argument out",
+    "dropout_p": "dropout_p= is not supported: attention is exact and drops nothing, leave the argument out",
+    "attn_mask": "attn_mask= is not supported: a mask is a rule (causal=True), not a tensor of booleans or floats",
+}
+RENAMED = {
+    "is_causal": "causal=",
+    "softmax_scale": "scale=",
+    "sm_scale": "scale=",
+    "window_size": "window=",
+    "enable_gqa": "nothing: grouped heads follow from the head counts of q and k",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of a call, checked."""
+
+    causal: bool = False
+    scale: float | None = None
+    return_lse: bool = False
+    deterministic: bool = False
+    backend: str | None = None
+
+
+def _flag(name: str, value: Any) -> bool:
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def _check_window(window: Any) -> bool:
+    """Is there a window? A bound is an integer >= 0 or None; -1 for "unbounded" is another library's habit."""
+    if window is None:
+        return False
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window must be None or a pair (left, right), got {window!r}")
+    for bound in window:
+        if bound is None:
+            continue
+        if not isinstance(bound, int) or isinstance(bound, bool):
+            raise TypeError(f"window={tuple(window)}: a bound is an integer or None, got {bound!r}")
+        if bound < 0:
+            raise ValueError(f"window={tuple(window)}: a bound is >= 0, and None (not {bound}) means unbounded")
+    return tuple(window) != (None, None)
+
+
+def _check_scale(scale: Any) -> float | None:
+    if scale is None:
+        return None
+    if isinstance(scale, torch.Tensor) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be a Python number or None, got {type(scale).__name__}")
+    value = float(scale)
+    if not math.isfinite(value):
+        raise ValueError(f"scale={value} is not finite")
+    if value and not SCALE_MIN <= abs(value) <= SCALE_MAX:
+        raise ValueError(f"scale={value}: |scale| must be 0 or between 2**-100 and 2**60")
+    return value
+
+
+def _refuse_foreign(unknown: dict[str, Any]) -> None:
+    for name in unknown:
+        if name in FOREIGN:
+            raise UnsupportedError(FOREIGN[name])
+        hint = f" (here: {RENAMED[name]})" if name in RENAMED else ""
+        raise TypeError(f"attention() has no argument {name}={hint}")
+
+
+def check_options(arguments: dict[str, Any], unknown: dict[str, Any], backends: tuple[str, ...]) -> Options:
+    """Options from the keyword arguments of a public function, or the sentence that refuses one of them."""
+    _refuse_foreign(unknown)
+    given = {name for name in UNBUILT if arguments[name] is not None}
+    if _check_window(arguments["window"]):
+        given.add("window")
+    softcap = arguments["softcap"]
+    if softcap is not None and (isinstance(softcap, torch.Tensor) or softcap != 0):
+        given.add("softcap")
+    for name in sorted(given):
+        raise UnsupportedError(NOT_BUILT.format(name=name))
+    backend = arguments["backend"]
+    if backend is not None and backend not in backends:
+        raise ValueError(f"backend={backend!r} is not one of {', '.join(backends)}")
+    return Options(
+        causal=_flag("causal", arguments["causal"]),
+        scale=_check_scale(arguments["scale"]),
+        return_lse=_flag("return_lse", arguments["return_lse"]),
+        deterministic=_flag("deterministic", arguments["deterministic"]),
+        backend=backend,
+    )
+
+
+def _check_kinds(tensors: dict[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            layout = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+            raise TypeError(f"{name} must be a plain strided tensor, got {layout}")
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must be 4-D (batch, seqlen, heads, dim), got shape {tuple(tensor.shape)}")
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    if len(set(dtypes.values())) > 1:
+        raise TypeError("q, k and v must have one dtype, got " + ", ".join(f"{n} {d}" for n, d in dtypes.items()))
+    devices = {name: tensor.device for name, tensor in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise ValueError("q, k and v must be on one device, got " + ", ".join(f"{n} {d}" for n, d in devices.items()))
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    batch, _, heads_q, head_dim = q.shape
+    if k.shape[0] != batch or v.shape[0] != batch:
+        raise ValueError(f"q, k and v must have one batch size, got {batch}, {k.shape[0]} and {v.shape[0]}")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k and v must have one seqlen, got {k.shape[1]} and {v.shape[1]}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"k and v must have one head count, got {k.shape[2]} and {v.shape[2]}")
+    if k.shape[3] != head_dim:
+        raise ValueError(f"q and k must have one head_dim, got {head_dim} and {k.shape[3]}")
+    heads_kv = k.shape[2]
+    if heads_q % heads_kv if heads_kv else heads_q:
+        raise ValueError(f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}")
+
+
+def _check_limits(q: torch.Tensor, v: torch.Tensor) -> None:
+    """The limits that no backend lifts."""
+    if q.dtype not in DTYPES:
+        names = ", ".join(dtype_name(dtype) for dtype in DTYPES)
+        if q.is_floating_point():
+            raise UnsupportedError(f"dtype {dtype_name(q.dtype)} is not built yet: q, k and v are one of {names}")
+        raise TypeError(f"q, k and v must be one of {names}, got {dtype_name(q.dtype)}")
+    for name, value in (("head_dim", q.shape[3]), ("head_dim_v", v.shape[3])):
+        if not HEAD_DIM_MIN <= value <= HEAD_DIM_MAX:
+            raise UnsupportedError(f"{name}={value} is not supported: {name} is {HEAD_DIM_MIN} to {HEAD_DIM_MAX}")
+
+
+def check_tensors(q: Any, k: Any, v: Any) -> None:
+    """One ValueError, TypeError or UnsupportedError that names the value and the rule; nothing is returned."""
+    _check_kinds({"q": q, "k": k, "v": v})
+    _check_shapes(q, k, v)
+    _check_limits(q, v)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def is_empty(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """No output, or no key to look at: the answer needs no kernel."""
+    return q.numel() == 0 or k.numel() == 0
+
+
+def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float]:
+    """(q', scale') with scale' > 0 and the same scores, exactly: a sign moves into q, and scale 0 zeroes it.
+
+    Ordinary torch operations, so gradients follow by themselves.
+    """
+    if scale is None:
+        return q, default_scale(q.shape[3])
+    if scale > 0:
+        return q, scale
+    if scale < 0:
+        return -q, -scale
+    return q.masked_fill(torch.ones((), dtype=torch.bool, device=q.device), 0.0), 1.0
+
+
+def default_scale(head_dim: int) -> float:
+    return float(head_dim) ** -0.5
+
+
+def scale_copy(scale: float | None) -> tuple[str, ...]:
+    """The sentence `explain` and the log say when positive_scale had to copy q."""
+    if scale is None or scale > 0:
+        return ()
+    return (f"q: copied to fold scale={scale} in (kernels take a scale above 0)",)
+
+
+def alignment_faults(name: str, tensor: torch.Tensor, alignment: int) -> tuple[str, ...]:
+    """Why the tensor's rows cannot be read in `alignment`-byte pieces. Strides of size-1 dimensions say nothing."""
+    itemsize = tensor.element_size()
+    faults = []
+    if tensor.shape[-1] * itemsize % alignment:
+        unit = alignment // itemsize
+        faults.append(f"{name}: copied, its last dimension {tensor.shape[-1]} is not a multiple of {unit}")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        faults.append(f"{name}: copied, its last dimension has stride {tensor.stride(-1)}, not 1")
+    for axis, size, stride in zip(
+        ("heads", "seqlen", "batch"), tensor.shape[-2::-1], tensor.stride()[-2::-1], strict=True
+    ):
+        if size != 1 and stride * itemsize % alignment:
+            faults.append(
+                f"{name}: copied, its {axis} stride of {stride * itemsize} bytes is not a multiple of {alignment}"
+            )
+    if tensor.data_ptr() % alignment:
+        offset = tensor.data_ptr() % alignment
+        faults.append(f"{name}: copied, it starts {offset} bytes past a multiple of {alignment}")
+    return tuple(faults[:1])
+
+
+def describe_device(device: torch.device) -> Device:
+    """The device a problem is dispatched for: the tensors', or the emulated GPU that CPU tensors stand in for."""
+    arch = settings.current.emulate
+    if arch is not None and device.type == "cpu":
+        return device_facts.imagined(device_facts.ARCHES[arch], "emulated")
+    return device_facts.describe(device)
+
+
+def ieee_float32(dtype: torch.dtype) -> bool:
+    """May float32 matmuls not round to TF32? allow_tf32 raises once the newer name was used: only that one is safe."""
+    return dtype is not torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32"
+
+
+def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Problem:
+    """The forward problem of a checked call."""
+    named = (("q", q), ("k", k), ("v", v))
+    return Problem(
+        direction=FORWARD,
+        device=describe_device(q.device),
+        dtype=dtype_name(q.dtype),
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        heads_q=q.shape[2],
+        heads_kv=k.shape[2],
+        mask=CAUSAL if options.causal else FULL,
+        lse=options.return_lse or needs_grad(q, k, v),
+        deterministic=options.deterministic or torch.are_deterministic_algorithms_enabled(),
+        ieee_float32=ieee_float32(q.dtype),
+        unaligned=tuple(fault for name, tensor in named for fault in alignment_faults(name, tensor, ROW_BYTES)),
+    )
+
+
+def backward_of(problem: Problem, lse_grad: bool) -> Problem:
+    """The backward problem that a forward leads to. dout's layout is not known yet, so nothing is said of alignment."""
+    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, unaligned=())

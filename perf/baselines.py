@@ -1,0 +1,222 @@
+"""The contestants: one function each, all asked the same question in the layout each of them likes best.
+
+A contestant's function gets a Point and returns `attend(q, k, v) -> out`, or raises Unavailable with the reason. Set-up
+that a user does once (block masks, torch.compile, context managers) happens outside of `attend`: `context` is entered
+around warm-up, capture and host-cost loops, never inside a timed call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .machine import version_of
+from .points import Point
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Unavailable(Exception):
+    """Why a contestant does not run a point; written to the CSV in place of a number."""
+
+
+@contextlib.contextmanager
+def _no_context() -> Iterator[None]:
+    yield
+
+
+@dataclass(frozen=True)
+class Contestant:
+    name: str
+    build: Callable[[Point, torch.device], Attend]
+    version: Callable[[], str]
+    heads_first: bool = False  # takes (batch, heads, seqlen, dim); the others (batch, seqlen, heads, dim)
+    context: Callable[[], contextlib.AbstractContextManager[object]] = field(default=_no_context)
+    plan: Callable[[Attend, tuple[Tensor, Tensor, Tensor]], str] = field(default=lambda attend, inputs: "")
+
+    def arrange(self, tensor: Tensor) -> Tensor:
+        """A (batch, seqlen, heads, dim) tensor as this contestant takes it: a view, no copy (its own inverse)."""
+        return tensor.transpose(1, 2) if self.heads_first else tensor
+
+
+def _import(module: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a broken install is a reason, not the end of a table
+        text = str(error).strip().splitlines()
+        raise Unavailable(f"import {module}: {type(error).__name__}: {text[0] if text else ''}") from error
+
+
+def _need_cuda(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        raise Unavailable(f"needs a CUDA GPU, the tensors are on {device.type}")
+    return torch.cuda.get_device_capability(device)
+
+
+def _own_backend(point: Point, device: torch.device) -> str | None:
+    """Named where this GPU has kernels of its own, so that a fallback is an error and never a number; else None."""
+    if device.type != "cuda":
+        return None
+    major = torch.cuda.get_device_capability(device)[0]
+    return {(9, "fwd"): "sm90"}.get((major, point.direction))
+
+
+def ours(backend: str | None, deterministic: bool = False) -> Callable[[Point, torch.device], Attend]:
+    """cute_flash.attention, through the given backend or the one made for this GPU."""
+
+    def build(point: Point, device: torch.device) -> Attend:
+        package = _import("cute_flash")
+        if not hasattr(package, "attention"):
+            raise Unavailable("cute_flash has no attention() here")
+        if deterministic and point.direction == "fwd":
+            raise Unavailable("not asked: the forward is deterministic anyway")
+        if backend == "triton":
+            _need_cuda(device)
+        named = backend or _own_backend(point, device)
+        chosen: dict[str, object] = {"backend": named} if named else {}
+        chosen |= {"deterministic": True} if deterministic else {}
+        return functools.partial(package.attention, causal=point.causal, **chosen)
+
+    return build
+
+
+def _own_plan(attend: Attend, inputs: tuple[Tensor, Tensor, Tensor]) -> str:
+    """What the dispatcher runs for these inputs, in a word that fits a CSV cell."""
+    try:
+        decision = _import("cute_flash").explain(*inputs, **attend.keywords)  # type: ignore[attr-defined]
+    except Exception:  # a description: it must not cost the number
+        return ""
+    backward = getattr(decision, "backward", None)
+    return str(getattr(backward or decision, "plan", ""))
+
+
+def fa3(point: Point, device: torch.device) -> Attend:
+    """FlashAttention-3, the fa3_fwd wheel: forward only, built without float16 kernels and without windows."""
+    if _need_cuda(device)[0] != 9:
+        raise Unavailable("its kernels are measured on compute capability 9.0 only")
+    if point.direction == "bwd":
+        raise Unavailable("this build is forward only")
+    if point.dtype != "bf16":
+        raise Unavailable(f"this build has no {point.dtype} kernels")
+    return functools.partial(_import("fa3_fwd_interface").flash_attn_func, causal=point.causal)
+
+
+def fa4(point: Point, device: torch.device) -> Attend:
+    """FlashAttention-4 (flash_attn.cute); it returns (out, lse)."""
+    _need_cuda(device)
+    if point.dtype not in ("bf16", "fp16"):
+        raise Unavailable(f"it has no {point.dtype} kernels")
+    flash = functools.partial(_import("flash_attn.cute").flash_attn_func, causal=point.causal)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash(q, k, v)[0]
+
+    return attend
+
+
+def sdpa(point: Point, device: torch.device) -> Attend:
+    """torch's scaled_dot_product_attention; the contestant's context picks the backend."""
+    call = torch.nn.functional.scaled_dot_product_attention
+    if not point.causal or point.seqlen_q == point.seqlen_k:
+        options: dict[str, object] = {"is_causal": point.causal}
+    else:
+        from torch.nn.attention.bias import causal_lower_right
+
+        options = {"attn_mask": causal_lower_right(point.seqlen_q, point.seqlen_k)}
+    if point.heads_q != point.heads_kv:
+        options["enable_gqa"] = True
+    return functools.partial(call, **options)  # type: ignore[arg-type]
+
+
+def cudnn(point: Point, device: torch.device) -> Attend:
+    """cuDNN through SDPA."""
+    _need_cuda(device)
+    return sdpa(point, device)
+
+
+def flex(point: Point, device: torch.device) -> Attend:
+    """FlexAttention, compiled for the point's shape with a block mask for causal (eager, so dense, off CUDA)."""
+    module = _import("torch.nn.attention.flex_attention")
+    shift = point.seqlen_k - point.seqlen_q
+
+    def causal(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return key <= row + shift
+
+    options: dict[str, object] = {"enable_gqa": True} if point.heads_q != point.heads_kv else {}
+    if point.causal:
+        lengths = (point.seqlen_q, point.seqlen_k)
+        options["block_mask"] = module.create_block_mask(causal, None, None, *lengths, device=device)
+    if device.type != "cuda":
+        return functools.partial(module.flex_attention, **options)
+    _prepare_compiler()
+    return functools.partial(torch.compile(module.flex_attention, dynamic=False, fullgraph=True), **options)
+
+
+def _prepare_compiler() -> None:
+    """A fresh torch.compile for each shape (the recompile limit would end in eager), and repeatable backwards."""
+    functorch = _import("torch._functorch.config")
+    if hasattr(functorch, "donated_buffer"):
+        setattr(functorch, "donated_buffer", False)  # noqa: B010 (mypy); donated buffers forbid retain_graph=True
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def _sdpa_context(backend: SDPBackend) -> Iterator[None]:
+    """Only this backend; SDPA says why not in warnings and then raises a bare "No available kernel"."""
+    with sdpa_kernel(backend), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            yield
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            reasons = [str(w.message).split(" (Triggered internally")[0] for w in said]
+            kept = [reason for reason in reasons if "not used because" not in reason and "UserWarning" not in reason]
+            raise Unavailable("SDPA refuses: " + ("; ".join(kept) or "no kernel")) from error
+
+
+def _torch_version() -> str:
+    return torch.__version__
+
+
+def _cudnn_version() -> str:
+    return str(torch.backends.cudnn.version() or "")
+
+
+def _own_version() -> str:
+    return version_of("cute-flash") or "checkout"
+
+
+CONTESTANTS: dict[str, Contestant] = {
+    contestant.name: contestant
+    for contestant in (
+        Contestant("ours", ours(None), _own_version, plan=_own_plan),
+        Contestant("ours-deterministic", ours(None, deterministic=True), _own_version, plan=_own_plan),
+        Contestant("ours-triton", ours("triton"), _own_version, plan=_own_plan),
+        Contestant("fa3", fa3, functools.partial(version_of, "fa3-fwd")),
+        Contestant("fa4", fa4, functools.partial(version_of, "flash-attn-4")),
+        Contestant("cudnn", cudnn, _cudnn_version, True, lambda: _sdpa_context(SDPBackend.CUDNN_ATTENTION)),
+        Contestant("flex", flex, _torch_version, True),
+        Contestant("fa2", sdpa, _torch_version, True, lambda: _sdpa_context(SDPBackend.FLASH_ATTENTION)),
+    )
+}
+OURS = tuple(name for name in CONTESTANTS if name.startswith("ours"))
+RIVALS = tuple(name for name in CONTESTANTS if not name.startswith("ours"))
+
+
+def select(names: str) -> list[Contestant]:
+    """The contestants of a comma-separated list ("" = all); an unknown name lists the known ones."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()] or list(CONTESTANTS)
+    unknown = [name for name in wanted if name not in CONTESTANTS]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: no such contestant; there are {', '.join(CONTESTANTS)}")
+    return [CONTESTANTS[name] for name in wanted]

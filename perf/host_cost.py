@@ -1,0 +1,244 @@
+"""What a call costs the host, and what a kernel costs before its first launch: `python -m perf.host_cost`.
+
+Calls: many in a row with no synchronisation inside, then one; median over batches that alternate between contestants.
+Kernels: seconds of each variant's first call in a new process with an empty cache, then milliseconds of the same in
+another new process that finds them on disk, where importing the compiler extension is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import points
+
+SMALL = points.point(64, "full", 128, batch=1, heads_q=8, heads_kv=8)  # where the launch costs more than the work
+CALLS, BATCHES = 400, 21  # calls stay under the launch queue's depth (1024), so that the host never waits in it
+VARIANTS = ((64, False), (128, False), (128, True), (256, True))  # (head_dim, causal) of the first-launch table
+COMPILER = "cutlass"  # the package whose MLIR extension a cached kernel must not need
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m perf.host_cost", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--contestants", default="ours,ours-triton,fa2,fa4,fa3", help="comma-separated names of perf/baselines.py")
+    add("--skip-calls", action="store_true", help="only the first-launch table")
+    add("--skip-kernels", action="store_true", help="only the cost of a call")
+    add("--backend", default="", help="backend of the first-launch table; default the dispatcher's choice")
+    add("--out", type=Path, default=None, help="JSON file for everything that was measured")
+    add("--commit", default="", help="commit of the code where there is no git")
+    add("--dry", action="store_true", help="on the CPU, few calls: tries the script, measures nothing")
+    add("--child", choices=("compile", "load"), default="", help=argparse.SUPPRESS)
+    add("--cache", type=Path, default=None, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A contestant, with or without gradients, on one shape or on a new (batch, seqlen) each call."""
+
+    contestant: str
+    grad: bool
+    fresh_shapes: bool
+
+    def __str__(self) -> str:
+        words = (
+            "requires_grad" if self.grad else "no grad",
+            "new shape each call" if self.fresh_shapes else "one shape",
+        )
+        return f"{self.contestant:12} {words[0]:13} {words[1]:20}"
+
+
+def operands(case: Case, device: Any, arrange: Callable[[Any], Any], calls: int) -> list[tuple[Any, Any, Any]]:
+    """(q, k, v) of each call: bf16, 8 heads, d=64; batch 1 and seqlen 128, or all of them different."""
+    import torch
+
+    def draw(batch: int, seqlen: int) -> tuple[Any, Any, Any]:
+        shape = (batch, seqlen, SMALL.heads_q, SMALL.head_dim)
+        tensors = [torch.randn(shape, device=device, dtype=torch.float32).to(torch.bfloat16) for _ in range(3)]
+        q, k, v = (arrange(t).detach().requires_grad_(case.grad) for t in tensors)
+        return q, k, v
+
+    if not case.fresh_shapes:
+        return [draw(1, SMALL.seqlen_q)] * calls
+    return [draw(1 + i % 4, 32 + i // 4) for i in range(calls)]
+
+
+@contextlib.contextmanager
+def _quiet_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def prepare_case(case: Case, device: Any, calls: int) -> Callable[[], float]:
+    """A function that runs one batch and returns microseconds a call; raises where the contestant cannot run."""
+    import torch
+
+    from . import baselines
+
+    contestant = baselines.CONTESTANTS[case.contestant]
+    direction = "bwd" if case.grad and case.contestant == "ours" else "fwd"  # no backend of its own is forced on grads
+    point = points.point(64, "full", 128, batch=1, heads_q=8, heads_kv=8, direction=direction)
+    attend = contestant.build(point, device)
+    sets = operands(case, device, contestant.arrange, calls)
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+
+    def batch() -> float:
+        with contestant.context(), torch.set_grad_enabled(case.grad), _quiet_collector():
+            wait()
+            start = time.perf_counter()
+            for q, k, v in sets:
+                attend(q, k, v)
+            spent = time.perf_counter() - start
+            wait()
+        return spent / len(sets) * 1e6
+
+    with contestant.context(), torch.set_grad_enabled(case.grad):
+        for _ in range(3):  # compile, decide, load: one shape only, so that the first batch still meets new ones
+            attend(*sets[0])
+    wait()
+    return batch
+
+
+def measure_calls(names: Sequence[str], device: Any, dry: bool) -> list[dict[str, Any]]:
+    """Rows of (case, first batch, median, 20th and 80th percentile) in microseconds a call."""
+    from .bench import reason
+    from .series import quantile
+
+    calls, batches = (4, 2) if dry else (CALLS, BATCHES)
+    cases = [Case(name, grad, fresh) for grad in (False, True) for fresh in (False, True) for name in names]
+    ready: dict[Case, Callable[[], float]] = {}
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        try:
+            ready[case] = prepare_case(case, device, calls)
+        except Exception as error:
+            rows.append({"case": str(case), "note": reason(error)})
+    times: dict[Case, list[float]] = {case: [] for case in ready}
+    for _ in range(batches):
+        for case, batch in ready.items():
+            times[case].append(batch())
+    for case, taken in times.items():
+        rival = Case("fa2", case.grad, case.fresh_shapes)
+        row: dict[str, Any] = {"case": str(case), "first_batch_us": taken[0], "median_us": quantile(taken, 0.5)}
+        row |= {"p20": quantile(taken, 0.2), "p80": quantile(taken, 0.8)}
+        if rival in times:
+            row["of_fa2"] = row["median_us"] / quantile(times[rival], 0.5)
+        rows.append(row)
+    return rows
+
+
+def child(args: argparse.Namespace) -> dict[str, Any]:
+    """In a new process: time until each variant's first call has returned, with the cache folder given."""
+    import torch
+    import tvm_ffi  # noqa: F401  (its import is not part of what is timed)
+
+    device = torch.device("cpu" if args.dry else "cuda")
+    shape = (1, 256, 4)
+    inputs = {d: [torch.randn(*shape, d, device=device).to(torch.bfloat16) for _ in range(3)] for d, _ in VARIANTS}
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    wait()
+    start = time.perf_counter()
+    import cute_flash
+    from cute_flash.spec import settings
+
+    taken: dict[str, Any] = {"import cute_flash": time.perf_counter() - start}
+    chosen = {"backend": args.backend} if args.backend else {}
+    with settings.override(cache_dir=args.cache), torch.no_grad():
+        for head_dim, causal in VARIANTS:
+            spans = []
+            for _ in range(2):
+                start = time.perf_counter()
+                cute_flash.attention(*inputs[head_dim], causal=causal, **chosen)
+                spans.append(time.perf_counter() - start)
+                wait()
+            taken[f"d={head_dim} {'causal' if causal else 'full'}"] = spans
+    if args.child == "load" and COMPILER in sys.modules:
+        raise SystemExit(f"{COMPILER} was imported to load kernels from the cache")
+    return taken
+
+
+def measure_kernels(args: argparse.Namespace) -> dict[str, Any]:
+    """First-call times of both children; a child that fails is reported by its last line."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        for what in ("compile", "load"):
+            command = [sys.executable, "-m", "perf.host_cost", "--child", what, "--cache", cache]
+            command += ["--backend", args.backend] if args.backend else []
+            command += ["--dry"] if args.dry else []
+            ran = subprocess.run(command, capture_output=True, text=True)
+            lines = (ran.stdout if ran.returncode == 0 else ran.stderr).strip().splitlines()
+            found[what] = json.loads(lines[-1]) if ran.returncode == 0 else {"failed": " / ".join(lines[-3:])}
+        found["cache files"] = len([path for path in Path(cache).rglob("*") if path.is_file()])
+    return found
+
+
+def show_calls(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        f"host cost, {SMALL} (microseconds a call)",
+        f"{'':48}{'first':>8}{'median':>8}{'p20':>8}{'p80':>8}{'/fa2':>7}",
+    ]
+    for row in rows:
+        if "note" in row:
+            lines.append(f"{row['case']:48}  {row['note']}")
+            continue
+        cells = "".join(f"{row[name]:8.2f}" for name in ("first_batch_us", "median_us", "p20", "p80"))
+        lines.append(f"{row['case']:48}{cells}" + (f"{row['of_fa2']:7.2f}" if "of_fa2" in row else ""))
+    return "\n".join(lines)
+
+
+def show_kernels(found: dict[str, Any]) -> str:
+    lines = [
+        f"first call of a variant in a new process, then its second call ({found['cache files']} files in the cache)"
+    ]
+    for what in ("compile", "load"):
+        for name, spans in found[what].items():
+            if name == "failed":
+                lines.append(f"  {what:8} FAILED: {spans}")
+            elif isinstance(spans, list):
+                lines.append(f"  {what:8} {name:16} {spans[0] * 1e3:10.2f} ms, then {spans[1] * 1e6:8.1f} us")
+            else:
+                lines.append(f"  {what:8} {name:16} {spans * 1e3:10.2f} ms")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    if args.child:
+        print(json.dumps(child(args)))
+        return 0
+    import torch
+
+    from . import baselines, machine
+
+    names = [contestant.name for contestant in baselines.select(args.contestants)]
+    device = torch.device("cpu") if args.dry else torch.device("cuda", torch.cuda.current_device())
+    found: dict[str, Any] = {"facts": machine.facts(device, args.commit or machine.commit_here())}
+    if not args.skip_calls:
+        found["calls"] = measure_calls(names, device, args.dry)
+        print(show_calls(found["calls"]), flush=True)
+    if not args.skip_kernels:
+        found["kernels"] = measure_kernels(args)
+        print(show_kernels(found["kernels"]), flush=True)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Find tuning rows: `python -m scripts.tune --backend triton --points d=128,mask=causal,S=4096` on the GPU to tune for.
+
+Every candidate Tile is built, its result checked, then all that are right run interleaved (perf/series.py); the fastest
+few run again for longer. Printed last: a table, and rows for the backend's tiles.py with the measurement they rest on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cute_flash import arch
+from cute_flash.runtime import compiler
+from cute_flash.spec.device import Device, describe
+from cute_flash.spec.mask import CAUSAL, FULL
+from cute_flash.spec.plan import Plan, Tile
+from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
+from perf import check, points
+from perf.bench import reason
+from perf.series import Inputs, interleave, quantile
+
+GRIDS = {  # backend -> values tried of (tile_m, tile_n, stages, warps)
+    "triton": ((64, 128), (32, 64, 128), (1, 2, 3, 4), (4, 8)),
+    "sm90": ((128, 192), (64, 80, 96, 112, 128, 144, 160, 176), (2, 3), (0,)),
+    "sm100": ((128,), (64, 96, 128), (2, 3), (0,)),
+}
+FINALISTS = 5
+SIMULATED = Device("cuda", 0, "simulated", (9, 0), 132)  # for --dry: plans as for Hopper, tensors on the CPU
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m scripts.tune", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--backend", choices=sorted(GRIDS), required=True)
+    add("--points", default="d=128,mask=causal,S=4096", help="as perf/bench.py; + joins")
+    add("--where", default="", help="only points that have these values")
+    for name in ("tile-m", "tile-n", "stages", "warps"):
+        add(f"--{name}", default="", help="comma-separated values instead of the grid's")
+    add("--lse", action="store_true", help="tune the forward that also writes LSE, as training runs it")
+    add("--seconds", type=float, default=1.0, help="of the final series of each point")
+    add("--jobs", type=int, default=1, help="processes that compile ahead into the disk caches")
+    add(
+        "--dry", action="store_true", help="tiny shapes on the CPU (Triton: under TRITON_INTERPRET=1), nothing measured"
+    )
+    add("--share", default="", help=argparse.SUPPRESS)  # "i/n": compile only every n-th candidate from the i-th
+    return parser.parse_args(argv)
+
+
+def values(args: argparse.Namespace) -> list[Tile]:
+    """The candidate tiles, in the grid's order."""
+    axes = []
+    for name, default in zip(("tile_m", "tile_n", "stages", "warps"), GRIDS[args.backend], strict=True):
+        asked = getattr(args, name)
+        axes.append(tuple(int(value) for value in asked.split(",")) if asked else default)
+    return [Tile(*axis) for axis in itertools.product(*axes)]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One point with its operands and the answer that a candidate must give."""
+
+    point: points.Point
+    inputs: Inputs
+    exact: check.Reference
+    plan: Plan  # the backend's present choice
+    backend: Any
+
+    @staticmethod
+    def open(args: argparse.Namespace, point: points.Point) -> Bench:
+        device = torch.device("cpu") if args.dry else torch.device("cuda", torch.cuda.current_device())
+        backend = next(b for b in arch.BACKENDS if b.name == args.backend)
+        problem = Problem(
+            direction=BACKWARD if point.direction == "bwd" else FORWARD,
+            device=SIMULATED if args.dry else describe(device),
+            dtype=points.DTYPES[point.dtype],
+            head_dim=point.head_dim,
+            head_dim_v=point.head_dim_v,
+            heads_q=point.heads_q,
+            heads_kv=point.heads_kv,
+            mask=CAUSAL if point.causal else FULL,
+            lse=args.lse or point.direction == "bwd",
+        )
+        if refusals := backend.refuse(problem):
+            raise SystemExit(f"{args.backend} refuses {problem}: {'; '.join(refusals)}")
+        inputs = Inputs.draw(point, device, seed=0)
+        return Bench(point, inputs, inputs.reference(point), backend.plan(problem), backend)
+
+    def candidate(self, tile: Tile) -> tuple[Callable[[], None], tuple[torch.Tensor, ...]]:
+        """(launch, what it writes) of one tile, compiled."""
+        plan, i = replace(self.plan, tile=tile), self.inputs
+        kernel, scale = compiler.kernel_for(self.backend, plan).kernel, self.point.scale
+        lse = self.exact.lse.to(torch.float32).contiguous()
+        if i.dout is None:
+            out = i.q.new_empty(*i.q.shape[:3], self.point.head_dim_v)
+            written = torch.empty_like(lse) if plan.lse else None
+            return (lambda: kernel(i.q, i.k, i.v, out, written, scale)), (out,)
+        out, grads = self.exact.out.to(i.q.dtype), tuple(torch.empty_like(x) for x in (i.q, i.k, i.v))
+        return (lambda: kernel(i.dout, i.q, i.k, i.v, out, lse, None, *grads, scale)), grads
+
+    def checked(self, tile: Tile) -> Callable[[], None]:
+        """The candidate's run, captured on a GPU; raises where its result is wrong."""
+        launch, written = self.candidate(tile)
+        launch()
+        run = launch
+        if self.inputs.q.device.type == "cuda":
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                launch()
+            run = graph.replay
+        for tensor in written:
+            tensor.fill_(float("nan"))
+        run()
+        backward = self.inputs.dout is not None
+        _, wrong = check.verdict(written[0], written if backward else (), self.exact)
+        if wrong:
+            raise ArithmeticError(wrong)
+        return run
+
+
+def compile_ahead(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Fill the disk caches from several processes; failures are met again, and told, by the process that measures."""
+    command = [sys.executable, "-m", "scripts.tune", *argv]
+    shares = [[*command, "--share", f"{i}/{args.jobs}"] for i in range(args.jobs)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    for worker in [subprocess.Popen(share, **quiet) for share in shares]:  # type: ignore[call-overload]
+        worker.wait()
+
+
+def compile_share(bench: Bench, tiles: Sequence[Tile], share: str) -> None:
+    first, step = (int(number) for number in share.split("/"))
+    for tile in tiles[first::step]:
+        try:
+            bench.candidate(tile)[0]()
+        except Exception as error:
+            print(f"{tile}: {reason(error)}", flush=True)
+
+
+def tune(bench: Bench, tiles: Sequence[Tile], seconds: float) -> list[tuple[Tile, float]]:
+    """(tile, median microseconds) of all that are right, fastest first."""
+    runs: dict[str, Callable[[], None]] = {}
+    named = {f"{tile} warps={tile.warps}": tile for tile in tiles}
+    for name, tile in named.items():
+        try:
+            runs[name] = bench.checked(tile)
+        except Exception as error:
+            print(f"  {name}: {reason(error)[:150]}", flush=True)
+    if not runs:
+        return []
+    device = bench.inputs.q.device
+    first = {name: quantile(times, 0.5) for name, times in interleave(runs, device, seconds / 2).items()}
+    best = sorted(first, key=first.__getitem__)[:FINALISTS]
+    final = {n: quantile(t, 0.5) for n, t in interleave({n: runs[n] for n in best}, device, seconds).items()}
+    ranked = sorted({**first, **final}.items(), key=lambda item: (item[0] not in final, item[1]))
+    return [(named[name], median) for name, median in ranked]
+
+
+def show(bench: Bench, ranked: Sequence[tuple[Tile, float]]) -> str:
+    """The table of one point and the row it suggests."""
+    point, present = bench.point, bench.plan.tile
+    lines = [
+        f"{point}: {len(ranked)} candidates are right; at present {present} warps={present.warps if present else 0}"
+    ]
+    for tile, median in ranked:
+        mark = "  <- present" if tile == present else ""
+        rate = point.flops / median * 1e-6
+        lines.append(f"  {tile!s:24} warps={tile.warps}  {median:10.1f} us {rate:7.1f} TFLOP/s{mark}")
+    if ranked:
+        (tile, median), runner_up = ranked[0], ranked[min(1, len(ranked) - 1)]
+        name = torch.cuda.get_device_name() if bench.inputs.q.is_cuda else "CPU, not a measurement"
+        spelled = ", ".join(f"{n}={getattr(tile, n)}" for n in ("tile_m", "tile_n", "stages", "warps"))
+        lines.append(
+            f"  row: ({bench.plan.head_dim}, {bench.plan.head_dim_v}, {point.mask!r}): Tile({spelled}),  "
+            f"# {name}, {datetime.date.today()}: {point.flops / median * 1e-6:.0f} TFLOP/s at {point}; "
+            f"next {runner_up[0]} warps={runner_up[0].warps} {point.flops / runner_up[1] * 1e-6:.0f}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = arguments(given)
+    tiles, texts = values(args), []
+    if args.jobs > 1 and not args.share:
+        compile_ahead(args, given)
+    chosen = [p for text in args.points.split("+") for p in points.parse(text.strip()) if points.matches(p, args.where)]
+    for point in chosen:
+        bench = Bench.open(args, point.shrunk() if args.dry else point)
+        if args.share:
+            compile_share(bench, tiles, args.share)
+            continue
+        texts.append(show(bench, tune(bench, tiles, args.seconds)))
+        print(texts[-1], flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

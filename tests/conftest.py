@@ -1,0 +1,91 @@
+"""Fixtures for every test: uninitialised memory is NaN, and device tests say why they are skipped."""
+
+import functools
+import importlib.machinery
+import importlib.util
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class _ArchFinder:
+    """Finds cute_flash.arch in arch/ when the tests run from a bare copy of the tree, where nothing is installed."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name != "cute_flash.arch":
+            return None
+        folder = ROOT / "arch"
+        return importlib.util.spec_from_file_location(
+            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+
+
+def _make_importable() -> None:
+    if importlib.util.find_spec("cute_flash") is None:
+        sys.path.insert(0, str(ROOT))
+    sys.meta_path.append(_ArchFinder)  # last: an installed cute_flash.arch wins
+
+
+_make_importable()
+
+
+# ------------------------------------------------------------------------------------------- uninitialised is NaN
+
+
+def _filled_with_nan(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def poisoned(*args, **kwargs):
+        result = make(*args, **kwargs)
+        return result.fill_(float("nan")) if result.is_floating_point() and result.device.type != "meta" else result
+
+    return poisoned
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.empty returns is NaN until written, so that an output the kernel forgot shows."""
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, _filled_with_nan(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, _filled_with_nan(getattr(torch.Tensor, name)))
+
+
+# ------------------------------------------------------------------------------------------------------ device tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything under tests/device is marked; without a GPU it is skipped, with the reason."""
+    missing = None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA GPU, none is available here")
+    for item in items:
+        if Path(__file__).parent / "device" in item.path.parents:
+            item.add_marker(pytest.mark.device)
+        if missing is not None and item.get_closest_marker("device"):
+            item.add_marker(missing)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """The `ratios` of device tests as one table: in reports, so that it works across worker processes too."""
+    worst: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
+    for report in reports:
+        for name, fields in getattr(report, "user_properties", ()):
+            if name == "ratio":
+                *row, mask, yardstick, value = fields
+                column = f"{mask}/{yardstick}"
+                worst[tuple(row)][column] = max(value, worst[tuple(row)].get(column, 0.0))
+    if not worst:
+        return
+    columns = ("full/flash", "causal/flash", "full/plain", "causal/plain")
+    write = terminalreporter.write_line
+    terminalreporter.section("largest error / yardstick's error (flash: PyTorch's; plain: 16-bit with float32 softmax)")
+    write(f"{'pass':9} {'backend':10} {'dtype':9} {'head_dim':>9} " + " ".join(f"{c:>13}" for c in columns))
+    for row in sorted(worst, key=lambda r: (r[:3], [int(d) for d in r[3].split(",")])):
+        cells = [f"{worst[row][c]:13.3f}" if c in worst[row] else f"{'-':>13}" for c in columns]
+        write(f"{row[0]:9} {row[1]:10} {row[2]:9} {row[3]:>9} " + " ".join(cells))

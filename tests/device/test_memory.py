@@ -1,0 +1,49 @@
+"""Memory is linear in the sequence, forward and backward."""
+
+import pytest
+import torch
+
+from tests.device.gpu import BACKENDS, DEVICE, GRADIENT_BACKENDS, runner
+
+LENGTHS = (1024, 4096, 16384, 65536, 131072)
+HEADS, HEAD_DIM = 2, 64
+
+
+def peak(step) -> int:
+    """Bytes allocated at most beyond what was there before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = step()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def inputs(seqlen: int) -> list[torch.Tensor]:
+    return [torch.randn(1, seqlen, HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+def test_forward(backend):
+    run, measured = runner(backend), []
+    for seqlen in LENGTHS:
+        q, k, v, _ = inputs(seqlen)
+        run(q, k, v)
+        measured.append(peak(lambda q=q, k=k, v=v: run(q, k, v)))
+    for seqlen, used in zip(LENGTHS, measured, strict=True):
+        # The output and nothing else, but for the allocator's rounding to 2 MB blocks.
+        assert used <= seqlen * HEADS * HEAD_DIM * 2 + 2**21
+
+
+@pytest.mark.parametrize("backend", [name for name in GRADIENT_BACKENDS if name != "reference"], ids=str)
+def test_forward_and_backward(backend):
+    run, measured = runner(backend), []
+    for seqlen in LENGTHS:
+        q, k, v, dout = inputs(seqlen)
+        run.gradients(q, k, v, dout)
+        measured.append(peak(lambda q=q, k=k, v=v, dout=dout: run.gradients(q, k, v, dout)))
+    per_token = [used / seqlen for used, seqlen in zip(measured, LENGTHS, strict=True)]
+    # out, dq, dk, dv in 16 bits, a float32 dq, LSE and delta: 1.6 kB a token here. Twice that leaves room for padding.
+    assert per_token[-1] <= 2 * HEADS * (4 * HEAD_DIM * 2 + HEAD_DIM * 4 + 8)
+    assert per_token[-1] <= 1.1 * per_token[2]  # no growth beyond the linear

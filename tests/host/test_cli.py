@@ -1,0 +1,107 @@
+"""python -m cute_flash: what each command prints and returns."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cute_flash import cli
+from cute_flash.runtime import compiler
+from cute_flash.spec import settings
+
+from ..fakes import FakeBackend, HostDslBackend
+
+pytestmark = pytest.mark.usefixtures("office")
+
+
+def test_doctor_tells_versions_cache_and_who_serves(capsys):
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for word in ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "linker", "DSL runtime", "device"):
+        assert f"\n{word}" in said
+    assert str(settings.current.cache_dir) in said and "(not made yet)" in said
+    assert "runs: reference forward" in said and "runs: reference backward" in said
+    assert "sm90: runs on compute capability 9.0" in said
+
+
+def test_doctor_survives_a_machine_where_nothing_serves(backends, capsys):
+    backends(FakeBackend("sm90", refusals=("no luck today",)))
+    assert cli.main(["doctor"]) == 0
+    assert "sm90: no luck today" in capsys.readouterr().out
+
+
+def test_explain_describes_an_imagined_gpu(capsys):
+    assert (
+        cli.main(["explain", "--capability", "9.0", "--head-dim", "192,128", "--causal", "--direction", "forward"]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "head_dim=(192,128)" in said and "runs: sm90 forward" in said and "backward" not in said
+
+
+def test_explain_fails_aloud(capsys):
+    assert cli.main(["explain", "--capability", "8.0", "--backend", "sm90"]) == 1
+    assert "'sm90' was asked for" in capsys.readouterr().out
+
+
+def test_warmup_fills_the_cache_that_the_call_then_finds(backends, capsys):
+    (backend,) = backends(HostDslBackend())
+    command = ["warmup", "--head-dim", "64", "--direction", "forward", "--lse", "no", "--causal", "no"]
+    assert cli.main(command) == 0
+    assert "compiled in" in capsys.readouterr().out
+    compiler.forget()
+    assert cli.main(command) == 0
+    assert "from disk in" in capsys.readouterr().out and len(backend.built) == 1
+
+
+def test_warmup_compiles_side_by_side(backends, capsys):
+    backends(HostDslBackend())
+    assert cli.main(["warmup", "--head-dim", "64", "--direction", "forward", "--causal", "no", "--jobs", "2"]) == 0
+    assert capsys.readouterr().out.count("compiled in") == 2
+    assert len(list(settings.current.cache_dir.glob("*.so"))) == 2
+
+
+def test_warmup_covers_the_grid_it_is_given(backends):
+    backends(FakeBackend("sm90", exports=True))
+    arguments = cli.parser().parse_args(
+        ["warmup", "--head-dim", "64", "192,128", "--dtype", "bfloat16", "float16", "--direction", "both"]
+    )
+    plans, skipped = cli._variants(arguments)
+    forward = [plan for plan in plans if plan.direction == "forward"]
+    assert len(forward) == 2 * 2 * 2 * 2 and len(plans) == len(forward) + 2 * 2 * 2 and skipped == []
+
+
+def test_warmup_says_what_it_skips(backends, capsys):
+    backends(FakeBackend("sm90", is_native=False, refusals=("no",)), FakeBackend("triton"))
+    assert cli.main(["warmup", "--head-dim", "64", "--direction", "forward"]) == 0
+    assert "skipped: forward" in capsys.readouterr().out
+
+
+def test_warmup_reports_a_kernel_that_does_not_compile(backends, capsys):
+    backends(FakeBackend("sm90", exports=True, error=RuntimeError("too many registers")))
+    assert cli.main(["warmup", "--head-dim", "64", "--direction", "forward"]) == 1
+    assert "too many registers" in capsys.readouterr().out
+
+
+def test_warmup_without_a_cache_has_nowhere_to_put_things(capsys):
+    with settings.override(cache_dir=None):
+        assert cli.main(["warmup"]) == 2
+    assert "turns the disk cache off" in capsys.readouterr().err
+
+
+def test_cache_lists_and_clears(capsys):
+    folder = settings.current.cache_dir
+    folder.mkdir()
+    (folder / "abc.so").write_bytes(b"cut short")
+    assert cli.main(["cache"]) == 0
+    said = capsys.readouterr().out
+    assert "1 kernels" in said and "1 damaged" in said and "abc.so" in said
+    assert cli.main(["cache", "clear"]) == 0
+    assert "removed 1 kernels" in capsys.readouterr().out and not list(folder.glob("*.so"))
+
+
+def test_the_module_runs():
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "cute_flash", "explain", "--capability", "12.0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 0 and "runs: triton forward 12.0" in done.stdout, done.stderr

@@ -1,0 +1,103 @@
+"""explain(): the walk as text and as facts, with nothing compiled."""
+
+import pytest
+import torch
+
+from cute_flash import Decision, attention, explain
+from cute_flash.runtime import compiler
+from cute_flash.spec import settings
+
+from ..fakes import FakeBackend
+
+pytestmark = pytest.mark.usefixtures("office")
+
+
+def qkv(head_dim=64, dtype=torch.bfloat16, requires_grad=False):
+    return tuple(torch.zeros(2, 9, heads, head_dim, dtype=dtype, requires_grad=requires_grad) for heads in (4, 2, 2))
+
+
+def test_the_walk_reads_from_top_to_bottom(simulated):
+    simulated((9, 0))
+    decision = explain(*qkv(requires_grad=True), causal=True)
+    assert isinstance(decision, Decision)
+    lines = str(decision).splitlines()
+    assert lines[0] == "forward bfloat16 head_dim=64 heads=4/2 causal lse on simulated 9.0 (cuda:0, capability 9.0)"
+    assert lines[1].startswith("  runs: sm90 forward sm_90a bfloat16 d=64 causal tile ")
+    assert lines[2].startswith("  sm100: runs on compute capability 10.0 and 10.3")
+    backward = lines.index(next(line for line in lines if line.startswith("backward ")))
+    assert lines[backward + 1].startswith("  runs: ")
+
+
+def test_the_backward_is_explained_only_where_gradients_are_on():
+    assert explain(*qkv()).backward is None
+    assert explain(*qkv(requires_grad=True)).backward.problem.direction == "backward"
+    with torch.no_grad():
+        assert explain(*qkv(requires_grad=True)).backward is None
+
+
+def test_nothing_is_compiled_and_nothing_runs(backends):
+    def kernel(*operands):
+        pytest.fail("explain must not launch")
+
+    (backend,) = backends(FakeBackend("sm90", kernel=kernel))
+    explain(*qkv(requires_grad=True))
+    assert backend.built == [] and compiler.stats.compiles == 0
+
+
+def test_explain_names_what_would_be_copied(simulated):
+    simulated((9, 0))
+    q, k, v = qkv()
+    assert explain(q, k, v).copies == ()
+    row_65 = torch.zeros(2, 9, 4, 65, dtype=torch.bfloat16)[..., :64]
+    assert explain(row_65, k, v).copies == ("q: copied, its heads stride of 130 bytes is not a multiple of 16",)
+    last = torch.zeros(2, 9, 64, 2, dtype=torch.bfloat16).transpose(2, 3)
+    assert explain(q, last, v).copies == ("k: copied, its last dimension has stride 2, not 1",)
+    shifted = torch.zeros(2 * 9 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 9, 2, 64)
+    assert explain(q, k, shifted).copies == ("v: copied, it starts 2 bytes past a multiple of 16",)
+    odd = explain(*qkv(33))
+    assert [copy[:2] for copy in odd.copies] == ["q:", "k:", "v:"]
+    assert "q: copied, its last dimension 33 is not a multiple of 8" in str(odd)
+
+
+def test_what_a_backend_reads_in_place_is_not_called_a_copy(simulated):
+    simulated((8, 0))
+    assert explain(*qkv(33)).copies == ()
+
+
+def test_strides_of_single_elements_say_nothing(simulated):
+    simulated((9, 0))
+    q = torch.zeros(1, 1, 1, 65, dtype=torch.bfloat16)[..., :64]
+    assert explain(q, q, q).copies == ()
+    wide = torch.zeros(2, 1, 2, 64, dtype=torch.bfloat16).as_strided((2, 1, 2, 64), (128, 33, 64, 1))
+    assert explain(wide, wide, wide).copies == ()
+
+
+def test_expanded_tensors_are_read_in_place(simulated):
+    simulated((9, 0))
+    q = torch.zeros(1, 9, 1, 64, dtype=torch.bfloat16).expand(2, 9, 4, 64)
+    assert explain(q, q, q).copies == ()
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_a_scale_that_moves_into_q_is_named_as_a_copy(scale, capfd):
+    q, k, v = qkv()
+    sentence = f"q: copied to fold scale={scale} in"
+    assert any(sentence in copy for copy in explain(q, k, v, scale=scale).copies)
+    assert sentence in str(explain(q, k, v, scale=scale))
+    with settings.override(log=frozenset({"dispatch"})):
+        attention(q, k, v, scale=scale)
+        attention(q, k, v, scale=scale)
+    assert capfd.readouterr().err.count(sentence) == 1
+
+
+def test_deterministic_and_lse_are_part_of_the_problem():
+    text = str(explain(*qkv(), deterministic=True, return_lse=True))
+    assert "lse deterministic" in text.splitlines()[0]
+
+
+def test_explain_and_attention_agree(backends):
+    backends(FakeBackend("sm90", is_native=False, refusals=("not here",)), FakeBackend("triton"))
+    q, k, v = qkv(requires_grad=True)
+    decision = explain(q, k, v, causal=True)
+    attention(q, k, v, causal=True).sum().backward()
+    assert {decision.plan, decision.backward.plan} == set(decision.backend.built)

@@ -1,0 +1,200 @@
+"""The measuring scripts without a GPU: the check that gates numbers, slices that resume, a worker that breaks."""
+
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from perf import baselines, bench, check, points, records, report, series, supervise
+from scripts import sass
+from tests import oracle
+
+FACTS = {"gpu": "none", "uuid": "u1", "commit": "c1"}
+POINT = points.point(64, "causal", 128, batch=1, heads_q=4, heads_kv=2)
+
+
+def row(point: points.Point, contestant: str, median: float | None, **more: str) -> dict[str, str]:
+    fields = dict.fromkeys(records.COLUMNS, "")
+    fields |= {**FACTS, **point.columns(), "contestant": contestant}
+    if median is not None:
+        fields |= {"median_us": str(median), "tflops": f"{point.flops / median * 1e-6:.4g}"}
+    return fields | more
+
+
+# ----------------------------------------------------------------------------------------------------------- points
+
+
+def test_flops_are_the_papers():
+    full, causal = points.point(128, "full", 4096), points.point(128, "causal", 4096)
+    assert full.flops == 4.0 * 4 * 16 * 4096**2 * 128
+    assert causal.flops == full.flops / 2
+    assert replace(causal, direction="bwd").flops == causal.flops * 2.5
+    assert points.point(192, "full", 4096, 128).flops == 2.0 * 4 * 10 * 4096**2 * (192 + 128)
+
+
+def test_tables_have_every_point_once():
+    for name, size in (("hopper-forward", 96), ("hopper-backward", 96)):
+        keys = [records.key_of(point) for point in points.SETS[name]]
+        assert len(keys) == len(set(keys)) == size
+    lengths = {p.seqlen_q for p in points.SETS["hopper-forward"] if "flex" not in p.without}
+    assert lengths == set(points.FLEX_SEQLENS)
+
+
+def test_points_are_spelled_and_selected():
+    (point,) = points.parse("d=192,dv=128,mask=causal,S=1000,B=2,H=6,Hkv=2,dtype=fp16,pass=bwd")
+    assert (point.head_dim, point.head_dim_v, point.heads_q, point.heads_kv, point.batch) == (192, 128, 6, 2, 2)
+    assert points.matches(point, "S=1000,pass=bwd") and not points.matches(point, "S=1000,mask=full")
+    with pytest.raises(ValueError, match="nothing=1"):
+        points.parse("nothing=1")
+
+
+# ----------------------------------------------------------------------------------------------------------- check
+
+
+@pytest.mark.parametrize("lengths", [(37, 37), (20, 50), (50, 20)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gate_agrees_with_the_oracle(lengths, causal, monkeypatch):
+    monkeypatch.setattr(check, "CHUNK_BYTES", 4096)  # several chunks of rows
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, lengths[0], 4, 16), (2, lengths[1], 2, 16), (2, lengths[1], 2, 24), (2, lengths[0], 4, 24))
+    q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    exact = check.reference(q, k, v, causal, 0.25, dout)
+    want = oracle.forward(q, k, v, causal=causal, scale=0.25)
+    torch.testing.assert_close(exact.out, want.out)
+    torch.testing.assert_close(exact.lse, want.lse)
+    grads = oracle.backward(q, k, v, dout, causal=causal, scale=0.25)
+    for ours, theirs in zip(exact.grads, (grads.dq, grads.dk, grads.dv), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_no_number_on_a_wrong_answer():
+    exact = check.Reference(torch.randn(1, 4096, 8, 64), torch.zeros(1, 8, 4096))
+    good = exact.out.to(torch.bfloat16)
+    assert check.verdict(good, (), exact)[1] == ""
+    tile, one_row, hole = good.clone(), good.clone(), good.clone()
+    tile[:, :128, 0] = 0
+    one_row[0, 77, 3] *= 1.5
+    hole[0, 5, 5, 5] = float("nan")
+    for wrong in (tile, one_row, hole):
+        assert "wrong" in check.verdict(wrong, (), exact)[1]
+
+
+# ----------------------------------------------------------------------------------------------------------- series
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_a_contestant_is_run_and_checked(direction):
+    point = replace(POINT, direction=direction).shrunk(40)
+    inputs = series.Inputs.draw(point, torch.device("cpu"), seed=3)
+    exact = inputs.reference(point)
+    contestant = baselines.CONTESTANTS["ours"]
+    runner = series.Runner(contestant, contestant.build(point, torch.device("cpu")), inputs)
+    error, wrong = runner.checked(exact)
+    assert wrong == "" and 0 < error < 1e-2
+    assert "reference" in runner.plan
+    times = series.interleave({"a": runner.run, "b": runner.run}, torch.device("cpu"), 0.0)
+    assert len(times["a"]) == len(times["b"]) > 0
+
+
+# ---------------------------------------------------------------------------------------------------- slices
+
+
+def test_a_table_is_taken_in_slices(tmp_path: Path, capsys):
+    arguments = ["--points", "smoke", "--dry", "--contestants", "ours,fa3", "--commit", "c", "--where", "pass=fwd"]
+    args = bench.arguments([*arguments, "--out", str(tmp_path / "a.csv")])
+    bench.Worker(args).run()
+    rows = records.read([args.out])
+    assert {r["contestant"] for r in rows if r["median_us"]} == {"ours"}
+    assert all("CUDA" in r["note"] for r in rows if r["contestant"] == "fa3")
+    bench.Worker(args).run()
+    assert records.read([args.out]) == rows, "a second run takes nothing again"
+    other = bench.arguments([*arguments, "--out", str(tmp_path / "b.csv"), "--seen", str(args.out)])
+    bench.Worker(other).run()
+    assert not other.out.exists(), "what another file has is not taken again"
+
+
+def test_scopes_of_what_counts_as_taken():
+    rows = [row(POINT, "ours", 5.0)]
+    key = records.key_of(POINT)
+    runs = {("u1", "c1"): "machine commit any", ("u2", "c1"): "commit any", ("u2", "c2"): "any"}
+    for (uuid, commit), taken in runs.items():
+        for scope in ("machine", "commit", "any"):
+            found = records.done(rows, {"uuid": uuid, "commit": commit}, scope)
+            assert (key in found) == (scope in taken.split())
+    assert not records.done([row(POINT, "ours", None, note=records.BROKEN + "hung")], FACTS, "machine")
+
+
+WORKER = """
+    import json, os, sys, time
+    path, mode = sys.argv[sys.argv.index("--worker") + 1], sys.argv[1]
+    word = {"uuid": "u1", "commit": "c1", "contestant": "ours"}
+    first = not os.path.exists(path.replace("status1", "status0")) or "status0" in path
+    with open(path, "w") as file:
+        json.dump(word if first else {"finished": "yes"}, file)
+    if first and mode == "crash":
+        os._exit(9)
+    if first and mode == "hang":
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("mode", "note"), [("crash", "ended with 9"), ("hang", "no progress")])
+def test_a_broken_contestant_is_named_and_the_table_goes_on(tmp_path: Path, mode, note):
+    script, out = tmp_path / "worker.py", tmp_path / "out.csv"
+    script.write_text(textwrap.dedent(WORKER))
+    outcome = supervise.run([sys.executable, str(script), mode], out, stall=2.0, time_limit=0.0)
+    assert outcome == "finished"
+    (only,) = records.read([out])
+    assert only["contestant"] == "ours" and only["note"].startswith(records.BROKEN) and note in only["note"]
+
+
+# ----------------------------------------------------------------------------------------------------------- report
+
+
+def test_ratios_are_taken_within_a_point(tmp_path: Path):
+    longer = replace(POINT, seqlen_q=4096, seqlen_k=4096)
+    rows = [row(POINT, "ours", 10.0), row(POINT, "fa4", 8.0), row(POINT, "fa3", 9.0), row(longer, "ours", 10.0)]
+    rows += [row(longer, "fa4", 20.0), row(longer, "cudnn", None, note="refused")]
+    text = report.markdown(rows)
+    assert "geometric mean 1.265 of 2 points, worst 0.800" in text
+    assert "ours / fa4: geometric mean 1.265" in report.summary(rows, {records.key_of(POINT), records.key_of(longer)})
+    again = row(POINT, "fa4", 40.0, date="later")
+    assert list(records.measured([*rows, again])[records.key_of(POINT)]) == ["fa4"], "runs are never mixed"
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- results:x -->\nold\n<!-- /results -->\nb\n")
+    report.put_between_marks(page, "x", "new")
+    assert page.read_text() == "a\n<!-- results:x -->\nnew\n<!-- /results -->\nb\n"
+    pytest.importorskip("matplotlib")
+    plain = replace(longer, heads_kv=4)
+    report.plot([*rows, row(plain, "ours", 3.0), row(plain, "fa4", 4.0)], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+# ------------------------------------------------------------------------------------------------------------- SASS
+
+LISTING = """
+\t.section\t.text.kernel,"ax",@progbits
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0020*/               @P0 BRA `(.L_x_3) ;
+.L_x_2:
+        /*0030*/                   MUFU.EX2 R3, R4 ;
+        /*0040*/                   STL [R1], R3 ;
+        /*0050*/               @P1 BRA `(.L_x_1) ;
+        /*0060*/                   EXIT ;
+.L_x_3:
+        /*0070*/                   SYNCS.PHASECHK.TRANS64 P0, [UR4], R5 ;
+        /*0080*/               @P0 BRA `(.L_x_3) ;
+        /*0090*/                   BRA `(.L_x_2) ;
+"""
+
+
+def test_a_wait_out_of_line_belongs_to_its_loop():
+    code = sass.functions(LISTING)["kernel"]
+    assert len(code) == 10
+    ((size, body),) = sass.main_loops(code)
+    assert size == 8 and body["SYNCS"] == 1 and body["STL"] == 1 and body["HGMMA.64x128x16 SS"] == 1

@@ -1,0 +1,163 @@
+"""What attention and explain refuse, each in one sentence that names the value and the rule."""
+
+import math
+
+import pytest
+import torch
+
+from cute_flash import UnsupportedError, attention, explain
+
+pytestmark = pytest.mark.usefixtures("office")
+
+
+def inputs(q=(2, 5, 4, 16), k=(2, 7, 2, 16), v=(2, 7, 2, 16), dtype=torch.float32):
+    return tuple(torch.zeros(shape, dtype=dtype) for shape in (q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "error", "words"),
+    [
+        ({"q": (5, 4, 16)}, ValueError, "q must be 4-D.*(5, 4, 16)"),
+        ({"v": (1, 2, 7, 2, 16)}, ValueError, "v must be 4-D"),
+        ({"k": (3, 7, 2, 16), "v": (3, 7, 2, 16)}, ValueError, "one batch size, got 2, 3 and 3"),
+        ({"v": (1, 7, 2, 16)}, ValueError, "one batch size, got 2, 2 and 1"),
+        ({"v": (2, 8, 2, 16)}, ValueError, "k and v must have one seqlen, got 7 and 8"),
+        ({"v": (2, 7, 4, 16)}, ValueError, "k and v must have one head count, got 2 and 4"),
+        ({"k": (2, 7, 2, 24)}, ValueError, "q and k must have one head_dim, got 16 and 24"),
+        ({"q": (2, 5, 3, 16)}, ValueError, "heads_q=3 and heads_kv=2"),
+        ({"q": (2, 5, 33, 16)}, ValueError, "heads_q=33 and heads_kv=2"),
+        ({"k": (2, 7, 0, 16), "v": (2, 7, 0, 16)}, ValueError, "heads_q=4 and heads_kv=0"),
+        ({"q": (2, 5, 4, 7), "k": (2, 7, 2, 7)}, UnsupportedError, "head_dim=7 is not supported: head_dim is 8 to 256"),
+        ({"q": (2, 5, 4, 257), "k": (2, 7, 2, 257)}, UnsupportedError, "head_dim=257 .* 8 to 256"),
+        ({"v": (2, 7, 2, 257)}, UnsupportedError, "head_dim_v=257 .* 8 to 256"),
+        ({"v": (2, 7, 2, 4)}, UnsupportedError, "head_dim_v=4 .* 8 to 256"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named_with_the_rule(shapes, error, words):
+    for call in (attention, explain):
+        with pytest.raises(error, match=words.replace("(5, 4, 16)", r"\(5, 4, 16\)")):
+            call(*inputs(**shapes))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "words"),
+    [
+        (torch.float8_e4m3fn, UnsupportedError, "dtype float8_e4m3fn is not built yet"),
+        (torch.float8_e5m2, UnsupportedError, "dtype float8_e5m2 is not built yet"),
+        (torch.int32, TypeError, "must be one of bfloat16, float16, float32, float64, got int32"),
+        (torch.complex64, TypeError, "got complex64"),
+    ],
+)
+def test_dtypes_that_are_not_served(dtype, error, words):
+    with pytest.raises(error, match=words):
+        attention(*inputs(dtype=dtype))
+
+
+def test_tensors_that_do_not_match_each_other():
+    q, k, v = inputs()
+    with pytest.raises(TypeError, match=r"one dtype, got q torch\.float32, k torch\.float16, v torch\.float32"):
+        attention(q, k.half(), v)
+    with pytest.raises(ValueError, match="one device, got q cpu, k meta, v cpu"):
+        attention(q, k.to("meta"), v)
+    with pytest.raises(TypeError, match=r"k must be a torch\.Tensor, got ndarray"):
+        attention(q, k.numpy(), v)
+    with pytest.raises(TypeError, match=r"v must be a torch\.Tensor, got NoneType"):
+        attention(q, k, None)
+    with pytest.raises(TypeError, match="q must be a plain strided tensor"):
+        attention(q.to_sparse(), k, v)
+
+
+def test_a_bad_call_after_a_good_one_is_still_refused():
+    """The warm path must not wave through what only the cold path checks."""
+    q, k, v = inputs()
+    attention(q, k, v)
+    for bad in ((q[:1], k, v), (q, k[:, :3], v), (q, k, v[:1])):
+        with pytest.raises(ValueError, match="must have one"):
+            attention(*bad)
+    with pytest.raises(ValueError, match="not finite"):
+        attention(q, k, v, scale=math.nan)
+
+
+# --------------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"window": (3, 0)},
+        {"window": (None, 5)},
+        {"softcap": 15.0},
+        {"sink": torch.zeros(4)},
+        {"alibi_slopes": torch.zeros(4)},
+        {"score_mod": lambda s, *_: s},
+        {"mask_mod": lambda *_: True},
+        {"block_mask": object()},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_options_not_built_yet_are_refused_by_name(option):
+    (name,) = option
+    for call in (attention, explain):
+        with pytest.raises(UnsupportedError, match=rf"^{name}= is not built yet"):
+            call(*inputs(), **option)
+
+
+@pytest.mark.parametrize(
+    "neutral", [{"softcap": 0}, {"softcap": 0.0}, {"window": (None, None)}, {"window": None}], ids=str
+)
+def test_options_that_ask_for_nothing_are_taken(neutral):
+    q, k, v = (torch.randn_like(t) for t in inputs())
+    assert torch.equal(attention(q, k, v, **neutral), attention(q, k, v))
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (-1, 5), (0, -1)], ids=str)
+def test_a_negative_window_bound_is_an_error_that_names_none(window):
+    for causal in (False, True):
+        with pytest.raises(ValueError, match=r"None \(not -1\) means unbounded"):
+            attention(*inputs(), window=window, causal=causal)
+
+
+@pytest.mark.parametrize("window", [3, (1,), (1, 2, 3), (1.5, 0), "ab", (True, 0)], ids=str)
+def test_a_malformed_window_is_a_type_error(window):
+    with pytest.raises(TypeError, match="window"):
+        attention(*inputs(), window=window)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("dropout", UnsupportedError, "dropout= is not supported"),
+        ("dropout_p", UnsupportedError, "dropout_p= is not supported"),
+        ("attn_mask", UnsupportedError, "attn_mask= is not supported"),
+        ("is_causal", TypeError, r"no argument is_causal= \(here: causal=\)"),
+        ("softmax_scale", TypeError, r"\(here: scale=\)"),
+        ("enable_gqa", TypeError, "grouped heads follow from the head counts"),
+        ("frobnicate", TypeError, "no argument frobnicate="),
+    ],
+)
+def test_arguments_of_other_libraries_are_refused_by_name(name, error, words):
+    q, k, v = inputs()
+    for call in (attention, explain):
+        with pytest.raises(error, match=words):
+            call(q, k, v, **{name: torch.zeros(5, 7)})
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 2.0**61, -(2.0**61), 2.0**-101, -(2.0**-101)])
+def test_scales_that_cannot_be_computed_right_are_refused(scale):
+    with pytest.raises(ValueError, match="scale="):
+        attention(*inputs(), scale=scale)
+
+
+@pytest.mark.parametrize("scale", ["0.5", torch.tensor(0.5), 1j], ids=repr)
+def test_a_scale_is_a_number(scale):
+    with pytest.raises(TypeError, match="scale must be a Python number"):
+        attention(*inputs(), scale=scale)
+
+
+@pytest.mark.parametrize("name", ["causal", "return_lse", "deterministic"])
+@pytest.mark.parametrize("value", ["yes", 2, None, torch.ones(2)], ids=repr)
+def test_flags_are_true_or_false(name, value):
+    if isinstance(value, torch.Tensor) and name == "deterministic":
+        value = [True]
+    with pytest.raises(TypeError, match=f"{name} must be True or False"):
+        attention(*inputs(), **{name: value})

@@ -1,0 +1,74 @@
+"""Environment variables: what they accept, and the sentence for what they do not."""
+
+from pathlib import Path
+
+import pytest
+
+from cute_flash.spec import settings
+
+
+def test_nothing_set_means_the_defaults():
+    read = settings.read({})
+    assert (read.backend, read.log, read.strict, read.emulate) == (None, frozenset(), False, None)
+    assert read.cache_dir == Path.home() / ".cache" / "cute_flash"
+
+
+def test_every_variable_is_read():
+    read = settings.read(
+        {
+            "CUTE_FLASH_BACKEND": "triton",
+            "CUTE_FLASH_LOG": "dispatch, compile",
+            "CUTE_FLASH_STRICT": "1",
+            "CUTE_FLASH_CACHE_DIR": "/somewhere",
+            "CUTE_FLASH_EMULATE": "sm_90a",
+        }
+    )
+    assert read == settings.Settings("triton", frozenset({"dispatch", "compile"}), True, Path("/somewhere"), "sm_90a")
+
+
+def test_the_cache_can_be_turned_off_or_follow_xdg():
+    assert settings.read({"CUTE_FLASH_CACHE_DIR": "0"}).cache_dir is None
+    assert settings.read({"XDG_CACHE_HOME": "/x"}).cache_dir == Path("/x/cute_flash")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("CUTE_FLASH_BACKEND", "cuda", "sm100, sm90, triton, reference"),
+        ("CUTE_FLASH_LOG", "dispatch,all", "dispatch, compile"),
+        ("CUTE_FLASH_STRICT", "maybe", "0 or 1"),
+        ("CUTE_FLASH_EMULATE", "sm_80", "sm_90a"),
+    ],
+)
+def test_a_bad_value_names_the_variable_the_value_and_the_rule(name, value, rule):
+    with pytest.raises(ValueError, match=name) as caught:
+        settings.read({name: value})
+    assert rule in str(caught.value) and repr(value.split(",")[-1]) in str(caught.value)
+
+
+def test_override_is_undone_and_moves_the_generation():
+    before, generation = settings.current, settings.generation
+    with pytest.raises(RuntimeError), settings.override(strict=True) as inside:
+        assert settings.current is inside and inside.strict
+        assert settings.generation == generation + 1
+        raise RuntimeError
+    assert settings.current == before
+    assert settings.generation == generation + 2
+
+
+def test_refresh_reads_the_environment_again(monkeypatch):
+    before = settings.current
+    monkeypatch.setenv("CUTE_FLASH_BACKEND", "reference")
+    try:
+        assert settings.refresh().backend == "reference"
+    finally:
+        monkeypatch.undo()
+        settings.refresh()
+    assert settings.current == before
+
+
+def test_compiler_variables_are_those_that_change_code(monkeypatch):
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    monkeypatch.setenv("CUTE_DSL_DUMP_DIR", "/tmp/somewhere")
+    assert "CUTE_DSL_LINEINFO=1" in settings.compiler_variables()
+    assert not any("DUMP_DIR" in variable for variable in settings.compiler_variables())
