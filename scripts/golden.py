@@ -1,6 +1,6 @@
 """Saves small forward outputs of this GPU's own kernel, for tests that have no GPU.
 
-    python scripts/golden.py --commit $(git rev-parse --short HEAD) [--out tests/golden/sm90_forward.npz]
+    python -m scripts.golden --commit COMMIT [--out tests/golden/sm90_forward.npz]
 
 Every output is compared with float64 before it is kept: nothing wrong is stored.
 """
@@ -8,12 +8,9 @@ Every output is compared with float64 before it is kept: nothing wrong is stored
 import argparse
 import datetime
 import importlib.metadata
-import sys
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tests.conftest  # noqa: F401  makes cute_flash importable from a bare tree
 from tests import golden, oracle

@@ -4,6 +4,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,7 +64,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything under tests/device is marked; without a GPU it is skipped, with the reason."""
     missing = None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA GPU, none is available here")
     for item in items:
-        if ROOT / "tests" / "device" in item.path.parents:
+        if Path(__file__).parent / "device" in item.path.parents:
             item.add_marker(pytest.mark.device)
         if missing is not None and item.get_closest_marker("device"):
             item.add_marker(missing)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """The `ratios` of device tests as one table: in reports, so that it works across worker processes too."""
+    worst: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
+    for report in reports:
+        for name, fields in getattr(report, "user_properties", ()):
+            if name == "ratio":
+                *row, mask, yardstick, value = fields
+                column = f"{mask}/{yardstick}"
+                worst[tuple(row)][column] = max(value, worst[tuple(row)].get(column, 0.0))
+    if not worst:
+        return
+    columns = ("full/flash", "causal/flash", "full/plain", "causal/plain")
+    write = terminalreporter.write_line
+    terminalreporter.section("largest error / yardstick's error (flash: PyTorch's; plain: 16-bit with float32 softmax)")
+    write(f"{'pass':9} {'backend':10} {'dtype':9} {'head_dim':>9} " + " ".join(f"{c:>13}" for c in columns))
+    for row in sorted(worst, key=lambda r: (r[:3], [int(d) for d in r[3].split(",")])):
+        cells = [f"{worst[row][c]:13.3f}" if c in worst[row] else f"{'-':>13}" for c in columns]
+        write(f"{row[0]:9} {row[1]:10} {row[2]:9} {row[3]:>9} " + " ".join(cells))

@@ -14,7 +14,14 @@ from .ptx import Instr, Kernel, Mem, Vec
 from .registers import LANES
 
 _OPS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec", "sub")
-_DTYPES = {"f32": np.float32, "f64": np.float64, "f16": np.float16, "f16x2": np.float16, "bf16": np.uint16, "bf16x2": np.uint16}
+_DTYPES = {
+    "f32": np.float32,
+    "f64": np.float64,
+    "f16": np.float16,
+    "f16x2": np.float16,
+    "bf16": np.uint16,
+    "bf16x2": np.uint16,
+}
 
 
 def _combine(op: str, kind: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:

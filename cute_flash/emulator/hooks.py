@@ -137,7 +137,13 @@ def _settings(stack: contextlib.ExitStack, arch: str, path: str) -> None:
 
     envar = CuTeDSL._get_dsl().envar
     dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="cute_flash_ptx_"))
-    for name, value in (("arch", arch), ("shared_libs", path), ("keep_ptx", True), ("keep_cubin", True), ("dump_dir", dump)):
+    for name, value in (
+        ("arch", arch),
+        ("shared_libs", path),
+        ("keep_ptx", True),
+        ("keep_cubin", True),
+        ("dump_dir", dump),
+    ):
         old = getattr(envar, name)
         setattr(envar, name, value)
         stack.callback(setattr, envar, name, old)
@@ -191,7 +197,9 @@ def _hardware(stack: contextlib.ExitStack, arch: str) -> None:
 
     info = hardware_info.HardwareInfo
     _patch(stack, info, "__init__", lambda self, device_id=0: None)
-    _patch(stack, info, "get_max_active_clusters", lambda self, cluster_size, *a, **k: max(1, SMS[arch] // cluster_size))
+    _patch(
+        stack, info, "get_max_active_clusters", lambda self, cluster_size, *a, **k: max(1, SMS[arch] // cluster_size)
+    )
     _patch(stack, info, "get_device_multiprocessor_count", lambda self: SMS[arch])
     _patch(stack, info, "get_l2_cache_size_in_bytes", lambda self: L2_BYTES[arch])
 

@@ -125,7 +125,9 @@ def _store_async(i: Instr):
         values = np.stack([r(w) for r in readers], axis=1)
         for lane in access.lanes_of(mask):
             w.cta.engine.issue(
-                RemoteStore(w, int(address(w)[lane]), values[lane].astype(f"u{size}"), int(barrier(w)[lane]), size * count)
+                RemoteStore(
+                    w, int(address(w)[lane]), values[lane].astype(f"u{size}"), int(barrier(w)[lane]), size * count
+                )
             )
         return after
 
@@ -173,7 +175,9 @@ def _shared(w, where: np.ndarray, size: int, count: int, values) -> np.ndarray |
     found = None
     for rank in np.unique(ranks):
         chosen = ranks == rank
-        part = _one_cta(w, cta.peer(int(rank), w), offsets[chosen], size, count, None if values is None else values[chosen])
+        part = _one_cta(
+            w, cta.peer(int(rank), w), offsets[chosen], size, count, None if values is None else values[chosen]
+        )
         if values is None:
             found = np.zeros((len(where), *part.shape[1:]), part.dtype) if found is None else found
             found[chosen] = part

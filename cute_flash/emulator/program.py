@@ -109,7 +109,11 @@ class Program:
         head += [f"    {v} = f.{v}" for v in sorted(emitter.views) if v in CLASS_OF_VIEW]
         scope: dict = {}
         source = "\n".join(head + emitter.lines)
-        exec(compile(source, f"<{self.kernel.name[:40]} {start}-{stop}{' masked' if masked else ''}>", "exec"), self.constants, scope)
+        exec(
+            compile(source, f"<{self.kernel.name[:40]} {start}-{stop}{' masked' if masked else ''}>", "exec"),
+            self.constants,
+            scope,
+        )
         function = scope["segment"]
         (self.part if masked else self.full)[start] = function
         return function

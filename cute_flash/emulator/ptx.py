@@ -100,7 +100,9 @@ class Kernel:
 
 
 _TYPE_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bufs]\d+)\s+(?:\.ptr[^\s]*(?:\s+\.\w+)*(?:\s+\.align\s+\d+)?\s+)?([\w$]+)(?:\[(\d+)\])?")
+_PARAM = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bufs]\d+)\s+(?:\.ptr[^\s]*(?:\s+\.\w+)*(?:\s+\.align\s+\d+)?\s+)?([\w$]+)(?:\[(\d+)\])?"
+)
 _VAR = re.compile(r"\.(shared|local|global|const)\s+(?:\.align\s+(\d+)\s+)?\.([bufs]\d+)\s+([\w$]+)(?:\[(\d*)\])?")
 _LABEL = re.compile(r"\s*([$A-Za-z_][\w$]*)\s*:(?!:)")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(")
@@ -232,13 +234,21 @@ class _Body:
 
     def _registers(self, text: str) -> None:
         _, kind, names = text.split(None, 2)
+        vector = 0
+        if kind in (".v2", ".v4"):
+            vector = int(kind[2:])
+            kind, names = names.split(None, 1)
         cls = REGISTER_CLASSES[kind.lstrip(".")]
         for name in (n.strip() for n in names.split(",")):
             match = _REG_RANGE.match(name)
             wanted = [f"{match[1]}{i}" for i in range(int(match[2]))] if match else [name]
+            if vector:
+                wanted = [f"{name}.{axis}" for axis in "xyzw"[:vector]]
             for one in wanted:
                 self.scopes[-1][one] = Reg(cls, self.kernel.counts[cls], one)
                 self.kernel.counts[cls] += 1
+            if vector:
+                self.scopes[-1][name] = Vec(tuple(self.scopes[-1][one] for one in wanted))
 
     def _variable(self, text: str) -> None:
         match = _VAR.match(text.replace(".visible", "").replace(".extern", "").strip())
@@ -328,7 +338,7 @@ def _split(text: str) -> list[str]:
     """Split at commas outside of brackets."""
     parts, depth, current = [], 0, ""
     for char in text:
-        depth += char in "[{(" 
+        depth += char in "[{("
         depth -= char in "]})"
         if char == "," and depth == 0:
             parts.append(current.strip())

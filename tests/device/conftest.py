@@ -1,6 +1,5 @@
-"""Device tests: memory is poisoned before each, and error ratios are gathered into one table at the end."""
+"""Device tests: memory is poisoned before each, and error ratios are recorded for the table at the end."""
 
-from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -29,23 +28,3 @@ def ratios(record_property: Callable[[str, object], None]) -> Callable[..., None
         record_property("ratio", [direction, backend or "auto", case.dtype, dims, mask, yardstick, value])
 
     return record
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    worst: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
-    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
-    for report in reports:
-        for name, fields in getattr(report, "user_properties", ()):
-            if name == "ratio":
-                *row, mask, yardstick, value = fields
-                column = f"{mask}/{yardstick}"
-                worst[tuple(row)][column] = max(value, worst[tuple(row)].get(column, 0.0))
-    if not worst:
-        return
-    columns = ("full/flash", "causal/flash", "full/plain", "causal/plain")
-    write = terminalreporter.write_line
-    terminalreporter.section("largest error / yardstick's error (flash: PyTorch's; plain: 16-bit with float32 softmax)")
-    write(f"{'pass':9} {'backend':10} {'dtype':9} {'head_dim':>9} " + " ".join(f"{c:>13}" for c in columns))
-    for row in sorted(worst, key=lambda r: (r[:3], [int(d) for d in r[3].split(",")])):
-        cells = [f"{worst[row][c]:13.3f}" if c in worst[row] else f"{'-':>13}" for c in columns]
-        write(f"{row[0]:9} {row[1]:10} {row[2]:9} {row[3]:>9} " + " ".join(cells))

@@ -22,7 +22,7 @@ def runs():
                     yield pytest.param(number, dtype, backend, id=name)
 
 
-@pytest.mark.parametrize(("number", "dtype", "backend"), runs())
+@pytest.mark.parametrize(("number", "dtype", "backend"), list(runs()))
 def test_case(number, dtype, backend):
     CASES[number](runner(backend, HALVES[dtype]))
 

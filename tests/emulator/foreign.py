@@ -59,3 +59,17 @@ def _fa4_blackwell(head_dim: int, causal: bool, group: int, two_cta: bool):
         head_dim, head_dim, qhead_per_kvhead=group, is_causal=causal, is_local=False, is_split_kv=False, pack_gqa=False,
         m_block_size=128, n_block_size=128, q_stage=2, is_static_persistent=not causal, use_2cta_instrs=two_cta,
     )  # fmt: skip
+
+
+def quack_gemm(monkeypatch, arch: str, a, b, d, tile: tuple, cluster: tuple, **options):
+    """D = A B^T by quack's GEMM for `arch`, told which GPU it is on; emulation must be on."""
+    monkeypatch.setenv("QUACK_ARCH", arch)
+    import quack.cache
+    from quack import cute_dsl_utils
+    from quack.gemm import _gemm_plan_cache, gemm
+
+    monkeypatch.setattr(quack.cache, "CACHE_ENABLED", False)  # a kernel from its disk cache has no PTX
+    cute_dsl_utils._get_device_capacity_cached.cache_clear()
+    cute_dsl_utils.get_compile_target_capacity.cache_clear()
+    _gemm_plan_cache.clear()
+    gemm(a, b, d, None, None, *tile, *cluster, **options)

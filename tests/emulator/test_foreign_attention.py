@@ -1,4 +1,4 @@
-"""Hopper kernels we did not write run unmodified and right."""
+"""flash-attn-4's forward kernels, unmodified, on both architectures: right under every mode and scheduler."""
 
 import pytest
 import torch
@@ -35,6 +35,17 @@ def check_forward(compiled, batch, seqlen, heads, head_dim, causal, group=1):
 
 
 @pytest.mark.parametrize("mode, scheduler, seed", SCHEDULES)
-def test_fa4_forward(mode, scheduler, seed):
+def test_hopper(mode, scheduler, seed):
     with emulate("sm_90a", mode=mode, scheduler=scheduler, seed=seed):
         check_forward(fa4_forward("sm_90a", 128, True), 1, 200, 2, 128, True)
+
+
+@pytest.mark.parametrize("mode, scheduler, seed", SCHEDULES)
+def test_blackwell(mode, scheduler, seed):
+    with emulate("sm_100a", mode=mode, scheduler=scheduler, seed=seed):
+        check_forward(fa4_forward("sm_100a", 128, True), 1, 200, 1, 128, True)
+
+
+def test_blackwell_two_cta():
+    with emulate("sm_100a", seed=1):
+        check_forward(fa4_forward("sm_100a", 128, False, two_cta=True), 1, 512, 1, 128, False)

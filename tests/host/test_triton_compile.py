@@ -1,0 +1,137 @@
+"""Every Triton Plan compiles with no GPU and fits its capability's shared memory (and tensor memory)."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cute_flash.spec.device import Device
+from cute_flash.spec.mask import CAUSAL, FULL, Mask
+from cute_flash.spec.plan import Plan
+from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
+
+pytest.importorskip("triton")
+
+from cute_flash.arch.triton import tiles
+from cute_flash.arch.triton.backend import BACKEND
+
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+TENSOR_MEMORY_COLUMNS = 512
+LIMITS = (64, 128, 256)
+
+
+def plan_for(direction: str, capability, dims, dtype="bfloat16", ieee=True, mask: Mask = CAUSAL, **fields) -> Plan:
+    device = Device("cuda", 0, "simulated", capability, 1)
+    problem = Problem(direction, device, dtype, *dims, 4, 4, mask, lse=True, ieee_float32=ieee, **fields)
+    assert BACKEND.refuse(problem) == ()
+    return BACKEND.plan(problem)
+
+
+def check(plan: Plan) -> None:
+    capability = tuple(int(part) for part in plan.arch.split("."))
+    kernels = importlib.import_module(f"cute_flash.arch.triton.{plan.direction}").compile_ahead(plan)
+    assert len(kernels) == (1 if plan.direction == FORWARD else 2)
+    for kernel in kernels:
+        assert kernel.metadata.shared <= tiles.shared_memory(capability), (kernel.metadata.name, str(plan))
+        assert (kernel.metadata.tmem_size or 0) <= TENSOR_MEMORY_COLUMNS, (kernel.metadata.name, str(plan))
+        assert kernel.asm["cubin"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize(("direction", "dims"), [(FORWARD, (128, 128)), (BACKWARD, (256, 256))], ids=str)
+def test_widest_rows_fit(capability, direction, dims):
+    check(plan_for(direction, capability, dims))
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("fields", [{"mask": FULL}, {"lse_grad": True}, {"dtype": "float16"}], ids=str)
+def test_variants_compile(direction, fields):
+    check(plan_for(direction, (9, 0), (80, 64), **fields))
+
+
+def test_matmuls_are_warpgroup_wide_on_hopper():
+    kernels = importlib.import_module("cute_flash.arch.triton.forward").compile_ahead(
+        plan_for(FORWARD, (9, 0), (128, 128))
+    )
+    assert "wgmma.mma_async" in kernels[0].asm["ptx"]
+
+
+class Recorder:
+    """Stands in for a kernel: kernel[grid](*arguments) only notes the arguments."""
+
+    def __init__(self):
+        self.arguments = ()
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *arguments, **options):
+        self.arguments = arguments
+
+
+@pytest.mark.parametrize("seqlen", [1, 64, 77])
+@pytest.mark.parametrize("heads_kv", [1, 3])
+def test_a_launch_finds_what_was_compiled_ahead(monkeypatch, seqlen, heads_kv):
+    """The source that Triton makes of a launch is the one compiled ahead, whatever the lengths and head counts."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    monkeypatch.setattr(triton, "compile", lambda source, **options: source)
+    q, out, *grads = (torch.empty(2, seqlen, 3, 64, dtype=torch.bfloat16) for _ in range(5))
+    k, v = (torch.empty(2, seqlen, heads_kv, 64, dtype=torch.bfloat16) for _ in range(2))
+    lse = torch.empty(2, 3, seqlen)
+    launches = {FORWARD: (q, k, v, out, lse, 0.1), BACKWARD: (out, q, k, v, out, lse, None, *grads, 0.1)}
+    names = {FORWARD: ["attention_forward"], BACKWARD: ["attention_backward_dq", "attention_backward_dkdv"]}
+    for direction, arguments in launches.items():
+        module = importlib.import_module(f"cute_flash.arch.triton.{direction}")
+        plan = plan_for(direction, (9, 0), (64, 64))
+        ahead = module.compile_ahead(plan)
+        launch = module.build(plan)
+        kernels = [getattr(module, name) for name in names[direction]]
+        recorders = [Recorder() for _ in kernels]
+        for name, recorder in zip(names[direction], recorders, strict=True):
+            monkeypatch.setattr(module, name, recorder)
+        launch(*arguments)
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        for kernel, recorder, source in zip(kernels, recorders, ahead, strict=True):
+            bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+            bound, specialization, options = bind(*recorder.arguments)
+            packed = kernel._pack_args(backend, {}, bound, specialization, options)
+            assert ASTSource(kernel, *packed[1:]).hash() == source.hash()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("width", LIMITS)
+def test_candidates_compile(direction, width):
+    plan = plan_for(direction, (9, 0), (width, width))
+    for tile in tiles.candidates(plan):
+        check(replace(plan, tile=tile))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("width", tiles.WIDTHS)
+def test_all_widths_fit(capability, direction, width):
+    check(plan_for(direction, capability, (width, width)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("width", LIMITS)
+@pytest.mark.parametrize("ieee", [True, False], ids=["ieee", "tf32"])
+def test_float32_fits(capability, direction, width, ieee):
+    check(plan_for(direction, capability, (width, width), "float32", ieee))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("width", LIMITS)
+def test_full_mask_fits(capability, direction, width):
+    check(plan_for(direction, capability, (width, width), mask=FULL))
