@@ -33,10 +33,10 @@ _stack: list[Emulation] = []
 class Emulation:
     """An architecture and the knobs of its runs; a context manager, and the record of the launches made inside."""
 
-    def __init__(self, arch: str, **knobs):
+    def __init__(self, arch: str, edit=None, **knobs):
         from .machine import Options
 
-        self.arch = arch
+        self.arch, self.edit = arch, edit
         self.options = Options(**knobs)
         self.launches: list[dict] = []
         self._hooks = None
@@ -47,8 +47,8 @@ class Emulation:
         from .host import RUNTIME
 
         self._hooks = apply(self.arch)
-        self._outer = (RUNTIME.options, RUNTIME.launches)
-        RUNTIME.options, RUNTIME.launches = self.options, self.launches
+        self._outer = (RUNTIME.options, RUNTIME.launches, RUNTIME.edit)
+        RUNTIME.options, RUNTIME.launches, RUNTIME.edit = self.options, self.launches, self.edit
         _stack.append(self)
         return self
 
@@ -56,7 +56,7 @@ class Emulation:
         from .host import RUNTIME
 
         _stack.remove(self)
-        RUNTIME.options, RUNTIME.launches = self._outer
+        RUNTIME.options, RUNTIME.launches, RUNTIME.edit = self._outer
         self._hooks.close()
 
     @property
@@ -74,6 +74,7 @@ def emulate(arch: str, **knobs) -> Emulation:
     scheduler: "round_robin", "random" (default) or "priority"; seed: of both.
     race: report unordered accesses (default True). resident: clusters in flight at once (default 4).
     max_steps: give up after so many steps (default None).
+    edit: a function from PTX text to PTX text, applied to every kernel (for planted faults).
     """
     return Emulation(arch, **knobs)
 

@@ -1,0 +1,106 @@
+"""Mutation testing of synchronisation: drop one site of a kernel at a time and see whether anything notices.
+
+    sites = find_sites(ptx)
+    report = score(sites, attempt)        # attempt(edit) runs the kernel and returns whether its result is right
+
+A mutant is noticed when the emulator raises or the result is wrong under at least one of the schedules tried.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from .errors import EmulatorError
+
+# kind -> (what a line of it looks like, what to put in its place)
+_KINDS = {
+    "mbarrier wait": (re.compile(r"mbarrier\.(?:try|test)_wait\S*\s+(?P<p>[%\w]+)\s*,[^;]*;"), "mov.pred {p}, 1;"),
+    "mbarrier arrive": (re.compile(r"mbarrier\.arrive\.(?!expect_tx)[^;]*;"), ""),
+    "arrive.expect_tx": (re.compile(r"mbarrier\.arrive\.expect_tx[^;]*;"), ""),
+    "named barrier": (re.compile(r"\b(?:bar|barrier)\.(?:cta\.)?(?:sync|arrive)\b[^;]*;"), ""),
+    "cluster barrier": (re.compile(r"barrier\.cluster\.[^;]*;"), ""),
+    "proxy fence": (re.compile(r"fence\.proxy\.async[^;]*;"), ""),
+    "wgmma wait": (re.compile(r"wgmma\.wait_group[^;]*;"), ""),
+    "tcgen05 commit": (re.compile(r"tcgen05\.commit[^;]*;"), ""),
+    "tcgen05 wait": (re.compile(r"tcgen05\.wait::(?:ld|st)[^;]*;"), ""),
+    "bulk wait": (re.compile(r"cp\.async\.bulk\.wait_group[^;]*;"), ""),
+    "cp.async wait": (re.compile(r"cp\.async\.wait_(?:group|all)[^;]*;"), ""),
+    "warp barrier": (re.compile(r"bar\.warp\.sync[^;]*;"), ""),
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One synchronisation in a PTX text. Lines count from 1."""
+
+    kind: str
+    line: int
+    text: str
+
+    def drop(self, ptx: str) -> str:
+        lines = ptx.split("\n")
+        pattern, replacement = _KINDS[self.kind]
+        match = pattern.search(lines[self.line - 1])
+        if match is None or match.group() != self.text:
+            return ptx  # another kernel of the same launch
+        guard = r"@!?[%\w]+\s+$" if not replacement else None
+        before = lines[self.line - 1][: match.start()]
+        if guard:
+            before = re.sub(guard, "", before)
+        lines[self.line - 1] = before + replacement.format(**match.groupdict()) + lines[self.line - 1][match.end() :]
+        return "\n".join(lines)
+
+
+def find_sites(ptx: str, kinds: Iterable[str] | None = None) -> list[Site]:
+    chosen = list(kinds or _KINDS)
+    found = []
+    for number, line in enumerate(ptx.split("\n"), 1):
+        code = line.split("//")[0]
+        for kind in chosen:
+            match = _KINDS[kind][0].search(code)
+            if match:
+                found.append(Site(kind, number, match.group()))
+                break
+    return found
+
+
+@dataclass
+class Outcome:
+    site: Site
+    noticed: bool
+    how: str  # the error's type, "wrong result", or ""
+
+
+@dataclass
+class Report:
+    outcomes: list = field(default_factory=list)
+
+    def by_kind(self) -> dict:
+        """kind -> (noticed, total)"""
+        total = Counter(o.site.kind for o in self.outcomes)
+        noticed = Counter(o.site.kind for o in self.outcomes if o.noticed)
+        return {kind: (noticed[kind], count) for kind, count in total.items()}
+
+    def survivors(self) -> list[Site]:
+        return [o.site for o in self.outcomes if not o.noticed]
+
+    def __str__(self) -> str:
+        lines = [f"{kind}: {noticed}/{total}" for kind, (noticed, total) in self.by_kind().items()]
+        lines += [f"  survived: {site.kind} at line {site.line}: {site.text}" for site in self.survivors()]
+        return "\n".join(lines)
+
+
+def score(sites: Iterable[Site], attempt: Callable[[Callable[[str], str]], bool]) -> Report:
+    """Try every site dropped. `attempt` may raise an EmulatorError (noticed) or return whether the result was right."""
+    report = Report()
+    for site in sites:
+        try:
+            right = attempt(site.drop)
+        except EmulatorError as error:
+            report.outcomes.append(Outcome(site, True, type(error).__name__))
+            continue
+        report.outcomes.append(Outcome(site, not right, "" if right else "wrong result"))
+    return report
