@@ -21,7 +21,9 @@ class MBarrier:
 
     def arrive(self, count: int, clock=None) -> None:
         if count > self.pending:
-            raise IllegalInstruction(f"{count} arrivals on {self.name()} with {self.pending} of {self.count} pending in phase {self.phase}")
+            raise IllegalInstruction(
+                f"{count} arrivals on {self.name()} with {self.pending} of {self.count} pending in phase {self.phase}"
+            )
         self.pending -= count
         self._join(clock)
         self.settle()
@@ -86,7 +88,9 @@ class NamedBarrier:
         if not self.open:
             self.open, self.expected, self.arrived, self.members = True, expected, 0, []
         elif expected != self.expected:
-            raise IllegalInstruction(f"barrier {self.number}: warp {warp.index} says {expected} threads, others said {self.expected}")
+            raise IllegalInstruction(
+                f"barrier {self.number}: warp {warp.index} says {expected} threads, others said {self.expected}"
+            )
         generation = self.generation
         self.arrived += 32
         self.members.append(str(warp.index))
@@ -100,7 +104,9 @@ class NamedBarrier:
             return
         need = self.expected if self.expected is not None else 32 * self.cta.live_warps()
         if self.arrived > need:
-            raise IllegalInstruction(f"barrier {self.number} expects {need} threads, but {self.arrived} arrived (warps {', '.join(self.members)})")
+            raise IllegalInstruction(
+                f"barrier {self.number} expects {need} threads, but {self.arrived} arrived (warps {', '.join(self.members)})"
+            )
         if self.arrived == need:
             self.generation += 1
             self.open = False

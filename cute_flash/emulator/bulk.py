@@ -95,7 +95,9 @@ class RemoteStore(Operation):
             warp.cta.order.async_access(self.target.shadow, _cells(self.offset, nbytes), self, write=True)
 
     def run(self) -> None:
-        self.target.shared.data[self.offset : self.offset + self.nbytes] = np.ascontiguousarray(self.values).view(np.uint8)
+        self.target.shared.data[self.offset : self.offset + self.nbytes] = np.ascontiguousarray(self.values).view(
+            np.uint8
+        )
         self.barriers[0].complete(self.nbytes, self.clock)
 
 
@@ -106,7 +108,9 @@ class CancelResponse(Operation):
         super().__init__(warp)
         cluster = warp.cta.cluster
         targets = cluster.ctas if everywhere else [warp.cta.peer(address >> 24, warp)]
-        self.targets = [(cta, address & 0xFFFFFF, cta.mbarrier((cta.rank << 24) | barrier & 0xFFFFFF)) for cta in targets]
+        self.targets = [
+            (cta, address & 0xFFFFFF, cta.mbarrier((cta.rank << 24) | barrier & 0xFFFFFF)) for cta in targets
+        ]
         self.barriers = tuple(barrier for _, _, barrier in self.targets)
         self.track(("load", self.barriers[0]))
         if warp.cta.order is not None:
@@ -171,18 +175,29 @@ def copy(i: Instr, kernel: Kernel):
 def _direction(i: Instr) -> str:
     """'load', 'store' or 'peer': from the order of the spaces in the name."""
     spaces = [p.split("::")[0] for p in i.parts if p in ("global", "shared::cta", "shared::cluster", "shared")]
-    return {("shared", "global"): "load", ("global", "shared"): "store", ("shared", "shared"): "peer"}[tuple(spaces[:2])]
+    return {("shared", "global"): "load", ("global", "shared"): "store", ("shared", "shared"): "peer"}[
+        tuple(spaces[:2])
+    ]
 
 
 def _tensor(i: Instr):
-    if not any(p in i.parts for p in ("1d", "2d", "3d", "4d", "5d")) or "im2col" in i.op or "gather4" in i.op or "scatter4" in i.op:
+    if (
+        not any(p in i.parts for p in ("1d", "2d", "3d", "4d", "5d"))
+        or "im2col" in i.op
+        or "gather4" in i.op
+        or "scatter4" in i.op
+    ):
         raise UnknownInstruction(i.op)
     loading = _direction(i) == "load"
     mapping: Mem = i.args[1] if loading else i.args[0]
     coords = [access.scalar(c, "s32") for c in mapping.coords]
     map_address = access.address_scalar(mapping)
     shared_address = access.address_scalar(i.args[0] if loading else i.args[1])
-    return _tensor_load(i, map_address, coords, shared_address) if loading else _tensor_store(i, map_address, coords, shared_address)
+    return (
+        _tensor_load(i, map_address, coords, shared_address)
+        if loading
+        else _tensor_store(i, map_address, coords, shared_address)
+    )
 
 
 def _signed(value: int) -> int:
@@ -238,7 +253,9 @@ def _tensor_load(i: Instr, map_address, coords: list, shared_address):
             chosen = multicast(w, one) & 0xFFFF if multicast else None
             targets = _destinations(w, address, barrier(w, one), chosen, paired)
             host = w.cta.host
-            w.cta.engine.issue(Load(w, targets, tmap.box_bytes, lambda m=tmap, a=at: tensormap.load_box(host, m, a), tmap.swizzle))
+            w.cta.engine.issue(
+                Load(w, targets, tmap.box_bytes, lambda m=tmap, a=at: tensormap.load_box(host, m, a), tmap.swizzle)
+            )
         return after
 
     return step
@@ -248,7 +265,9 @@ def _check_tile(w, tmap, coords: tuple, address: int) -> None:
     if len(coords) != tmap.rank:
         raise w.fail(IllegalInstruction, f"{len(coords)} coordinates for a tensor map of rank {tmap.rank}")
     if address & 127:
-        raise w.fail(IllegalInstruction, f"TMA shared memory address {address & 0xFFFFFF:#x} is not aligned to 128 bytes")
+        raise w.fail(
+            IllegalInstruction, f"TMA shared memory address {address & 0xFFFFFF:#x} is not aligned to 128 bytes"
+        )
 
 
 def _reduction(i: Instr):
@@ -308,7 +327,10 @@ def _bulk(i: Instr):
         for one in _lanes(mask):
             nbytes, target, origin = size(w, one), to(w, one), source(w, one)
             if nbytes % 16 or target % 16 or origin % 16:
-                raise w.fail(IllegalInstruction, f"bulk copy of {nbytes} bytes from {origin:#x} to {target:#x}: 16-byte units are needed")
+                raise w.fail(
+                    IllegalInstruction,
+                    f"bulk copy of {nbytes} bytes from {origin:#x} to {target:#x}: 16-byte units are needed",
+                )
             if direction == "store":
                 store = _bulk_store(w, host, target, origin, nbytes, _combiner(op, kind))
                 groups_of(w, "bulk").add(access.first(one), store)
@@ -385,7 +407,7 @@ class ThreadCopy(Operation):
         counters.l2_read += int(self.sizes.sum())
         shared, host = self.warp.cta.shared, self.warp.cta.host
         shared.check(self.addresses, self.nbytes)
-        for address, source, size in zip(self.addresses, self.sources, self.sizes):
+        for address, source, size in zip(self.addresses, self.sources, self.sizes, strict=False):
             shared.data[address : address + self.nbytes] = 0
             if size:
                 shared.data[address : address + size] = host.bytes_at(int(source), int(size))
@@ -430,7 +452,7 @@ def _async_arrive(i: Instr):
 
     def step(w, mask):
         active = access.pick(address(w), mask)
-        for where, lanes in zip(*np.unique(active, return_counts=True)):
+        for where, lanes in zip(*np.unique(active, return_counts=True), strict=False):
             barrier = w.cta.mbarrier(int(where), w)
             if increments:
                 barrier.pending += int(lanes)

@@ -18,7 +18,10 @@ def class_of(instr) -> str:
     """One word for an instruction: which pipe or mechanism it uses."""
     head = instr.parts[0]
     if head in ("ld", "st"):
-        space = next((p.split("::")[0] for p in instr.parts[1:] if p.split("::")[0] in ("shared", "global", "param", "local")), "generic")
+        space = next(
+            (p.split("::")[0] for p in instr.parts[1:] if p.split("::")[0] in ("shared", "global", "param", "local")),
+            "generic",
+        )
         return space
     if head in ("add", "sub", "mul", "fma", "min", "max", "neg", "abs", "mad", "div") and "f" in instr.parts[-1]:
         packed = "x2" if "x2" in instr.parts[-1] else ""
@@ -67,4 +70,6 @@ class Counters:
 
     def by_role(self, roles: dict) -> dict:
         """roles: name -> warp indices; -> name -> Counter."""
-        return {name: sum((self.instructions.get(i, Counter()) for i in warps), Counter()) for name, warps in roles.items()}
+        return {
+            name: sum((self.instructions.get(i, Counter()) for i in warps), Counter()) for name, warps in roles.items()
+        }

@@ -81,7 +81,9 @@ def fetch(shared, found: np.ndarray, mn_major: bool) -> np.ndarray:
     """Bytes of an operand: (rows, 32) for K-major, (k, rows * element) for MN-major."""
     top = int(found.max()) * 16 + 16
     if top > shared.limit:
-        raise IllegalInstruction(f"a matrix descriptor reaches shared memory at {top:#x}, of which {shared.limit:#x} bytes exist")
+        raise IllegalInstruction(
+            f"a matrix descriptor reaches shared memory at {top:#x}, of which {shared.limit:#x} bytes exist"
+        )
     return shared.data.reshape(-1, 16)[found].reshape(found.shape[0], -1)
 
 

@@ -115,7 +115,17 @@ def setmaxnreg(i: Instr, kernel: Kernel):
     return step
 
 
-@effect("nanosleep", "pmevent", "griddepcontrol", "membar", "prefetch", "prefetchu", "discard", "applypriority", visible=True)
+@effect(
+    "nanosleep",
+    "pmevent",
+    "griddepcontrol",
+    "membar",
+    "prefetch",
+    "prefetchu",
+    "discard",
+    "applypriority",
+    visible=True,
+)
 def nothing(i: Instr, kernel: Kernel):
     """Hints, and orderings that a sequentially consistent memory has anyway."""
     after = i.pc + 1

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import os
 import tempfile
 
 from .errors import EmulatorError
@@ -104,7 +103,6 @@ def apply(arch: str) -> contextlib.ExitStack:
     RUNTIME.library.emu_device(*CAPABILITY[arch], SMS[arch])
     stack = contextlib.ExitStack()
     try:
-        _environment(stack, arch, path)
         _settings(stack, arch, path)
         _calls(stack)
         _tensors(stack)
@@ -115,29 +113,20 @@ def apply(arch: str) -> contextlib.ExitStack:
     return stack
 
 
-def _environment(stack: contextlib.ExitStack, arch: str, path: str) -> None:
-    """For cutlass not imported yet: it reads these once."""
-    for name, value in (("CUTE_DSL_ARCH", arch), ("CUTE_DSL_LIBS", path)):
-        old = os.environ.get(name)
-        os.environ[name] = value
-        stack.callback(functools.partial(_restore_environment, name, old))
-
-
-def _restore_environment(name: str, old: str | None) -> None:
-    if old is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = old
-
-
 def _settings(stack: contextlib.ExitStack, arch: str, path: str) -> None:
-    """For cutlass imported before: the attributes it read them into. This is also how one process serves two architectures."""
+    """What CuTe-DSL reads from its environment, set where it keeps it: so one process serves several architectures."""
     from cutlass.base_dsl import env_manager, jit_executor
     from cutlass.cutlass_dsl import CuTeDSL
 
     envar = CuTeDSL._get_dsl().envar
     dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="cute_flash_ptx_"))
-    for name, value in (("arch", arch), ("shared_libs", path), ("keep_ptx", True), ("keep_cubin", True), ("dump_dir", dump)):
+    for name, value in (
+        ("arch", arch),
+        ("shared_libs", path),
+        ("keep_ptx", True),
+        ("keep_cubin", True),
+        ("dump_dir", dump),
+    ):
         old = getattr(envar, name)
         setattr(envar, name, value)
         stack.callback(setattr, envar, name, old)
@@ -191,7 +180,9 @@ def _hardware(stack: contextlib.ExitStack, arch: str) -> None:
 
     info = hardware_info.HardwareInfo
     _patch(stack, info, "__init__", lambda self, device_id=0: None)
-    _patch(stack, info, "get_max_active_clusters", lambda self, cluster_size, *a, **k: max(1, SMS[arch] // cluster_size))
+    _patch(
+        stack, info, "get_max_active_clusters", lambda self, cluster_size, *a, **k: max(1, SMS[arch] // cluster_size)
+    )
     _patch(stack, info, "get_device_multiprocessor_count", lambda self: SMS[arch])
     _patch(stack, info, "get_l2_cache_size_in_bytes", lambda self: L2_BYTES[arch])
 

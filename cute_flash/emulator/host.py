@@ -103,7 +103,9 @@ class Runtime:
     def build(self) -> str:
         """Compile and load the shim; -> its path."""
         if not sys.platform.startswith("linux"):
-            raise EmulatorError("the emulator runs on Linux only: it stands in for a shared library of the CUDA runtime")
+            raise EmulatorError(
+                "the emulator runs on Linux only: it stands in for a shared library of the CUDA runtime"
+            )
         if self.library is not None:
             return self.path
         self.path = os.path.join(tempfile.mkdtemp(prefix="cute_flash_emulator_"), "libcute_dsl_runtime.so")
@@ -142,7 +144,9 @@ class Runtime:
 
     def program(self, digest: str, name: str) -> Program:
         if digest not in self.ptx_by_cubin:
-            raise EmulatorError(f"no PTX is known for the object of kernel {name}: compile it while emulation is on, or register() it")
+            raise EmulatorError(
+                f"no PTX is known for the object of kernel {name}: compile it while emulation is on, or register() it"
+            )
         text = self.ptx_by_cubin[digest]
         if self.edit is not None:
             text = self.edit(text)
@@ -164,7 +168,14 @@ class Runtime:
         for n, param in enumerate(program.kernel.params):
             params[param.offset : param.offset + param.size] = HOST.bytes_at(args[n], param.size)
         launch = Launch(program, grid, block, cluster, shared, params, self.options, self.sms)
-        record = {"kernel": name, "grid": grid, "block": block, "cluster": cluster, "shared": shared, "counters": launch.counters}
+        record = {
+            "kernel": name,
+            "grid": grid,
+            "block": block,
+            "cluster": cluster,
+            "shared": shared,
+            "counters": launch.counters,
+        }
         self.launches.append(record)
         launch.run()
         record["steps"] = launch.steps

@@ -80,7 +80,7 @@ def _load_param(i: Instr, targets, kind: str, size: int):
     def step(w, mask):
         base = int(address(w)[access.first(mask)])
         values = w.cta.host.bytes_at(base, size * len(writers)).view(dtype)
-        for value, write in zip(values, writers):
+        for value, write in zip(values, writers, strict=False):
             write(w, np.full(LANES, value), mask)
         return after
 
@@ -125,7 +125,9 @@ def _store_async(i: Instr):
         values = np.stack([r(w) for r in readers], axis=1)
         for lane in access.lanes_of(mask):
             w.cta.engine.issue(
-                RemoteStore(w, int(address(w)[lane]), values[lane].astype(f"u{size}"), int(barrier(w)[lane]), size * count)
+                RemoteStore(
+                    w, int(address(w)[lane]), values[lane].astype(f"u{size}"), int(barrier(w)[lane]), size * count
+                )
             )
         return after
 
@@ -173,7 +175,9 @@ def _shared(w, where: np.ndarray, size: int, count: int, values) -> np.ndarray |
     found = None
     for rank in np.unique(ranks):
         chosen = ranks == rank
-        part = _one_cta(w, cta.peer(int(rank), w), offsets[chosen], size, count, None if values is None else values[chosen])
+        part = _one_cta(
+            w, cta.peer(int(rank), w), offsets[chosen], size, count, None if values is None else values[chosen]
+        )
         if values is None:
             found = np.zeros((len(where), *part.shape[1:]), part.dtype) if found is None else found
             found[chosen] = part

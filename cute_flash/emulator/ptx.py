@@ -100,7 +100,9 @@ class Kernel:
 
 
 _TYPE_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bufs]\d+)\s+(?:\.ptr[^\s]*(?:\s+\.\w+)*(?:\s+\.align\s+\d+)?\s+)?([\w$]+)(?:\[(\d+)\])?")
+_PARAM = re.compile(
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([bufs]\d+)\s+(?:\.ptr[^\s]*(?:\s+\.\w+)*(?:\s+\.align\s+\d+)?\s+)?([\w$]+)(?:\[(\d+)\])?"
+)
 _VAR = re.compile(r"\.(shared|local|global|const)\s+(?:\.align\s+(\d+)\s+)?\.([bufs]\d+)\s+([\w$]+)(?:\[(\d*)\])?")
 _LABEL = re.compile(r"\s*([$A-Za-z_][\w$]*)\s*:(?!:)")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(")
@@ -272,7 +274,7 @@ class _Body:
         self.kernel.instrs.append(instr)
         if instr.parts[0] in ("bra", "brx"):
             operands = _split(rest)
-            self.pending.append((instr, operands[-1], [dict_ for dict_ in self.label_scopes]))
+            self.pending.append((instr, operands[-1], list(self.label_scopes)))
             if instr.parts[0] == "brx":
                 instr.args = [self._operand(operands[0])]
         elif instr.parts[0] == "call":
@@ -336,7 +338,7 @@ def _split(text: str) -> list[str]:
     """Split at commas outside of brackets."""
     parts, depth, current = [], 0, ""
     for char in text:
-        depth += char in "[{(" 
+        depth += char in "[{("
         depth -= char in "]})"
         if char == "," and depth == 0:
             parts.append(current.strip())

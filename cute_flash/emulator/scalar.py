@@ -61,10 +61,14 @@ def _pack(e: Emitter, target, items, kind: str) -> None:
         low, high = (e.src(item, "u64") for item in items)
         e.put(name, f"pack64({low}, {high})")
     elif part >= 16:
-        text = " | ".join(f"({e.src(item, f'u{part}')}.astype(u{total}) << u{total}({part * n}))" for n, item in enumerate(items))
+        text = " | ".join(
+            f"({e.src(item, f'u{part}')}.astype(u{total}) << u{total}({part * n}))" for n, item in enumerate(items)
+        )
         e.put(e.dst(target, f"u{total}"), text)
     else:
-        text = " | ".join(f"(({e.src(item, 'u16')} & 255).astype(u{total}) << u{total}({part * n}))" for n, item in enumerate(items))
+        text = " | ".join(
+            f"(({e.src(item, 'u16')} & 255).astype(u{total}) << u{total}({part * n}))" for n, item in enumerate(items)
+        )
         e.put(e.dst(target, f"u{total}"), text)
 
 
@@ -106,7 +110,12 @@ def add(e: Emitter, i: Instr) -> None:
         wide = f"({e.src(i.args[1], kind)}.astype(i64) {'+' if i.parts[0] == 'add' else '-'} {e.src(i.args[2], kind)})"
         e.put(e.dst(i.args[0], kind), f"np.clip({wide}, -2147483648, 2147483647)", unsafe=True)
         return
-    e.ufunc({"add": "add", "sub": "subtract"}[i.parts[0]], e.dst(i.args[0], kind), e.src(i.args[1], kind), e.src(i.args[2], kind))
+    e.ufunc(
+        {"add": "add", "sub": "subtract"}[i.parts[0]],
+        e.dst(i.args[0], kind),
+        e.src(i.args[1], kind),
+        e.src(i.args[2], kind),
+    )
 
 
 def _is_float(kind: str) -> bool:
@@ -169,7 +178,11 @@ def div(e: Emitter, i: Instr) -> None:
 @emits("and", "or", "xor")
 def logic(e: Emitter, i: Instr) -> None:
     kind = kind_of(i)
-    names = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor"} if kind == "pred" else {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
+    names = (
+        {"and": "logical_and", "or": "logical_or", "xor": "logical_xor"}
+        if kind == "pred"
+        else {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
+    )
     e.ufunc(names[i.parts[0]], e.dst(i.args[0], kind), e.src(i.args[1], kind), e.src(i.args[2], kind))
 
 
@@ -222,7 +235,9 @@ def shift(e: Emitter, i: Instr) -> None:
         if count >= bits and not (kind[0] == "s" and not left):
             e.put(target, "0")
             return
-        row = e.constant({"H": "H", "I": "I", "R": "R", "S": "S", "D": "D", "L": "L"}[_letter(kind)], min(count, bits - 1))
+        row = e.constant(
+            {"H": "H", "I": "I", "R": "R", "S": "S", "D": "D", "L": "L"}[_letter(kind)], min(count, bits - 1)
+        )
         e.ufunc("left_shift" if left else "right_shift", target, value, row)
         return
     e.put(target, f"lanes.shift_{'left' if left else 'right'}({value}, {e.src(amount, 'u32')})")

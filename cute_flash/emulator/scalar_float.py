@@ -132,7 +132,9 @@ def copysign(e: Emitter, i: Instr) -> None:
 @emits("testp")
 def testp(e: Emitter, i: Instr) -> None:
     a = e.src(i.args[1], kind_of(i))
-    text = {"finite": "np.isfinite({})", "infinite": "np.isinf({})", "number": "~isnan({})", "notanumber": "isnan({})"}[i.parts[1]]
+    text = {"finite": "np.isfinite({})", "infinite": "np.isinf({})", "number": "~isnan({})", "notanumber": "isnan({})"}[
+        i.parts[1]
+    ]
     e.put(e.dst(i.args[0], "pred"), text.format(a))
 
 
@@ -233,7 +235,9 @@ def _convert_fp8(e: Emitter, i: Instr, to: str, source: str) -> None:
         if name == "e2m1":
             text = f"(formats.encode_minifloat({a}, 'e2m1') << 4) | formats.encode_minifloat({b}, 'e2m1')"
         else:
-            text = f"(formats.encode_minifloat({a}, {name!r}).astype(u16) << 8) | formats.encode_minifloat({b}, {name!r})"
+            text = (
+                f"(formats.encode_minifloat({a}, {name!r}).astype(u16) << 8) | formats.encode_minifloat({b}, {name!r})"
+            )
         e.put(e.dst(i.args[0], "u16"), text, unsafe=True)
     elif to in _FP8 and source in ("f16x2", "bf16x2"):
         word = e.src(i.args[1], "u32")

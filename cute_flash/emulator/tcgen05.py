@@ -110,7 +110,9 @@ def _alloc(i: Instr):
             return w.wait_for_lanes()
         count, tmem = columns(w, mask), w.cta.tmem
         if count < 32 or count > 512 or count & (count - 1):
-            raise w.fail(IllegalInstruction, f"tcgen05.alloc of {count} columns: a power of two from 32 to 512 is needed")
+            raise w.fail(
+                IllegalInstruction, f"tcgen05.alloc of {count} columns: a power of two from 32 to 512 is needed"
+            )
         if not tmem.permit:
             raise w.fail(IllegalInstruction, "tcgen05.alloc after relinquish_alloc_permit")
         if two and w.state.get("met") != pc and not _meet(w, "allocate TMEM"):
@@ -245,7 +247,11 @@ class Mma(Operation):
         if order is None:
             return
         for cta in self.ctas:
-            found = self.b_chunks.ravel() if self.a_chunks is None else np.concatenate([self.a_chunks.ravel(), self.b_chunks.ravel()])
+            found = (
+                self.b_chunks.ravel()
+                if self.a_chunks is None
+                else np.concatenate([self.a_chunks.ravel(), self.b_chunks.ravel()])
+            )
             order.async_access(cta.shadow, descriptors.cells(found, GRANULE), self, write=False)
             lanes = np.unique((self.lanes.ravel() + self.base_lane) // 16 * 16)
             if self.a_tmem is not None:

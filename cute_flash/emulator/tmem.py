@@ -45,7 +45,9 @@ class Tmem:
 
     def free(self, start: int, columns: int) -> None:
         if self.blocks.get(start) != columns:
-            raise IllegalInstruction(f"dealloc of {columns} TMEM columns at {start}, which were not allocated so (have {self.blocks})")
+            raise IllegalInstruction(
+                f"dealloc of {columns} TMEM columns at {start}, which were not allocated so (have {self.blocks})"
+            )
         del self.blocks[start]
         self.allocated[start : start + columns] = False
 

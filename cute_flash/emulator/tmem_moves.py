@@ -69,7 +69,10 @@ class Form:
         quarter = 32 * (w.index % 4)
         highest = lane + int(self.rows.max())
         if lane < quarter or highest >= quarter + 32:
-            raise w.fail(IllegalInstruction, f"warp {w.index} reaches TMEM lanes {quarter}..{quarter + 31} only, not {lane}..{highest}")
+            raise w.fail(
+                IllegalInstruction,
+                f"warp {w.index} reaches TMEM lanes {quarter}..{quarter + 31} only, not {lane}..{highest}",
+            )
         w.cta.tmem.check(column + self.low, self.width - self.low)
         return lane, column
 
@@ -155,5 +158,3 @@ def wait_store(i: Instr):
         return after
 
     return step
-
-

@@ -121,7 +121,7 @@ def elect(i: Instr, kernel: Kernel):
         leader = access.first(mask) if members is None else int(np.argmax(members & w.fragment.lanes()))
         if put_lane:
             put_lane(w, np.full(LANES, leader, np.uint32), mask)
-        put_pred(w, _LANE == leader, mask)
+        put_pred(w, leader == _LANE, mask)
 
     return collective(i, i.args[1], body)
 
@@ -186,7 +186,12 @@ def activemask(i: Instr, kernel: Kernel):
 def mapa(i: Instr, kernel: Kernel):
     """The address of the same variable in another CTA of the cluster; a rank that does not exist shows when it is used."""
     kind = f"u{CLASS_BITS[i.args[0].cls]}"
-    put, source, rank, after = access.setter(i.args[0], kind), access.row(i.args[1], kind), access.row(i.args[2], "u32"), i.pc + 1
+    put, source, rank, after = (
+        access.setter(i.args[0], kind),
+        access.row(i.args[1], kind),
+        access.row(i.args[2], "u32"),
+        i.pc + 1,
+    )
 
     def step(w, mask):
         base = source(w).astype(np.int64)

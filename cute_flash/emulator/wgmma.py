@@ -130,7 +130,9 @@ class Mma(Operation):
         counters.mma_flops += 2 * 64 * spec.n * k
         source = "RS" if spec.a_index is not None else "SS"
         counters.mma_by_shape[f"m64n{spec.n}k{k} {spec.a_type} {source}"] += 1
-        counters.mma_shared_read += self.b_chunks.size * 16 + (self.a_chunks.size * 16 if self.a_chunks is not None else 0)
+        counters.mma_shared_read += self.b_chunks.size * 16 + (
+            self.a_chunks.size * 16 if self.a_chunks is not None else 0
+        )
 
     def _a(self, warps: list) -> np.ndarray:
         spec = self.spec
