@@ -407,7 +407,7 @@ class ThreadCopy(Operation):
         counters.l2_read += int(self.sizes.sum())
         shared, host = self.warp.cta.shared, self.warp.cta.host
         shared.check(self.addresses, self.nbytes)
-        for address, source, size in zip(self.addresses, self.sources, self.sizes):
+        for address, source, size in zip(self.addresses, self.sources, self.sizes, strict=False):
             shared.data[address : address + self.nbytes] = 0
             if size:
                 shared.data[address : address + size] = host.bytes_at(int(source), int(size))
@@ -452,7 +452,7 @@ def _async_arrive(i: Instr):
 
     def step(w, mask):
         active = access.pick(address(w), mask)
-        for where, lanes in zip(*np.unique(active, return_counts=True)):
+        for where, lanes in zip(*np.unique(active, return_counts=True), strict=False):
             barrier = w.cta.mbarrier(int(where), w)
             if increments:
                 barrier.pending += int(lanes)

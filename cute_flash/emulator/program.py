@@ -20,11 +20,38 @@ _GLOBALS = {
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "i16": np.int16, "i32": np.int32, "i64": np.int64,
     "f16": np.float16, "f32": np.float32, "f64": np.float64,
 }  # fmt: skip
-for _name in (
-    "add subtract multiply true_divide negative absolute invert bitwise_and bitwise_or bitwise_xor logical_and logical_or"
-    " logical_xor logical_not left_shift right_shift minimum maximum fmin fmax equal not_equal less less_equal greater"
-    " greater_equal isnan where copyto copysign"
-).split():
+for _name in [
+    "add",
+    "subtract",
+    "multiply",
+    "true_divide",
+    "negative",
+    "absolute",
+    "invert",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "logical_not",
+    "left_shift",
+    "right_shift",
+    "minimum",
+    "maximum",
+    "fmin",
+    "fmax",
+    "equal",
+    "not_equal",
+    "less",
+    "less_equal",
+    "greater",
+    "greater_equal",
+    "isnan",
+    "where",
+    "copyto",
+    "copysign",
+]:
     _GLOBALS[_name] = getattr(np, _name)
 
 
@@ -65,7 +92,7 @@ class Program:
     def _build(self, leaders: set) -> None:
         instrs = self.kernel.instrs
         starts = sorted(leader for leader in leaders if leader < len(instrs))
-        for start, stop in zip(starts, [*starts[1:], len(instrs)]):
+        for start, stop in zip(starts, [*starts[1:], len(instrs)], strict=False):
             first = instrs[start]
             self.spans[start] = (start, stop)
             if scalar.lookup(first) is None and first.parts[0] not in ("bra",):
