@@ -2,6 +2,7 @@
 
 from .api import attention, explain
 from .runtime.dispatch import Decision
+from .runtime.emulation import emulate
 from .spec.errors import BackendBuildError, FallbackWarning, StrictFallbackError, UnsupportedError
 
 __version__ = "0.1.0"
@@ -13,5 +14,6 @@ __all__ = [
     "StrictFallbackError",
     "UnsupportedError",
     "attention",
+    "emulate",
     "explain",
 ]

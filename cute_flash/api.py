@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .runtime import autograd, dispatch, launch, report, request
 from .runtime.dispatch import Decision
@@ -79,7 +80,7 @@ def attention(
                 causal, return_lse, deterministic or _torch_deterministic(), grad,
                 backend, settings.generation, dtype is not _float32 or request.ieee_float32(dtype),
             )  # fmt: skip
-            call = _warm.get(key)
+            call = _warm.get(key) if forward_ad._current_level < 0 else None  # tangents are refused on the cold path
         except (AttributeError, TypeError, ValueError):
             key = None  # not three 4-D tensors, or an unhashable option: the cold path says what is wrong
     if call is not None:

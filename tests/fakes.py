@@ -50,6 +50,9 @@ class FakeBackend:
             ieee_float32=problem.ieee_float32,
         )
 
+    def split(self, plan: Plan) -> Plan | None:
+        return None
+
     def build(self, plan: Plan) -> Callable[..., Any]:
         self.built.append(plan)
         if self.error is not None:

@@ -8,8 +8,9 @@ from cutlass import Int32
 
 
 class KeyTiles(NamedTuple):
-    count: Int32  # tiles visited: [0, count)
-    unmasked: Int32  # of these, [0, unmasked) need no mask
+    first: Int32  # tiles visited: [first, last)
+    last: Int32
+    unmasked: Int32  # of these, [first, unmasked) need no mask; first <= unmasked
 
 
 @cute.jit
@@ -17,11 +18,19 @@ def key_tiles(
     row_start: Int32, tile_m: int, tile_n: int, seqlen_q: Int32, seqlen_k: Int32, causal: cutlass.Constexpr[bool]
 ) -> KeyTiles:
     """For query rows [row_start, row_start + tile_m); causal is aligned bottom-right."""
-    count = cute.ceil_div(seqlen_k, tile_n)
+    last = cute.ceil_div(seqlen_k, tile_n)
     unmasked = seqlen_k // tile_n
     if cutlass.const_expr(causal):
         first_row_sees = row_start + 1 + seqlen_k - seqlen_q
         last_row_sees = first_row_sees + tile_m - 1
-        count = cutlass.max(0, cutlass.min(count, cute.ceil_div(last_row_sees, tile_n)))
+        last = cutlass.max(0, cutlass.min(last, cute.ceil_div(last_row_sees, tile_n)))
         unmasked = cutlass.max(0, cutlass.min(unmasked, first_row_sees // tile_n))
-    return KeyTiles(count, unmasked)
+    return KeyTiles(Int32(0), last, unmasked)
+
+
+def part_of(tiles: KeyTiles, split: Int32, splits: Int32) -> KeyTiles:
+    """The tiles of one of `splits` CTAs that share a query tile: equal runs, the last ones may be short or empty."""
+    run = cute.ceil_div(tiles.last, splits)
+    first = cutlass.min(split * run, tiles.last)
+    last = cutlass.min(first + run, tiles.last)
+    return KeyTiles(first, last, cutlass.min(cutlass.max(tiles.unmasked, first), last))

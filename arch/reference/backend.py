@@ -41,6 +41,9 @@ class ReferenceBackend:
             tile=TILE,
         )
 
+    def split(self, plan: Plan) -> Plan | None:
+        return None
+
     def build(self, plan: Plan) -> Callable[..., Any]:
         return _backward_kernel(plan) if plan.direction == BACKWARD else _forward_kernel(plan)
 

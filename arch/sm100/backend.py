@@ -25,6 +25,9 @@ class Sm100Backend:
     def plan(self, problem: Problem) -> Plan:
         raise UnsupportedError(f"sm100 plans nothing yet: {problem}")
 
+    def split(self, plan: Plan) -> Plan | None:
+        return None
+
     def build(self, plan: Plan) -> Callable[..., Any]:
         raise UnsupportedError(f"sm100 builds nothing yet: {plan}")
 

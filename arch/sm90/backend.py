@@ -1,11 +1,12 @@
 """Signs the contract for Hopper (compute capability 9.0)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import Problem
+from cute_flash.spec.problem import FORWARD, Problem
 
 from . import support, tiles
 
@@ -35,6 +36,9 @@ class Sm90Backend:
             lse=problem.lse,
             tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask)),
         )
+
+    def split(self, plan: Plan) -> Plan | None:
+        return replace(plan, variant=tiles.SPLIT) if plan.direction == FORWARD else None
 
     def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
         """A TVM-FFI function (q, k, v, out, lse, scale) on the current stream. `options`: more for cute.compile."""

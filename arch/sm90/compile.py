@@ -6,7 +6,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_flash.spec.plan import Plan
 
-from .forward import ForwardSm90
+from .forward import ForwardSm90, SplitForwardSm90
+from .tiles import SPLIT
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
@@ -26,14 +27,25 @@ def compile_forward(plan: Plan, options: str = ""):
     if plan.lse:
         lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
         lse = make_fake_tensor(cutlass.Float32, (batch, heads_q, seqlen_q), lse_strides, assumed_align=4)
+    kernel, partials = ForwardSm90(plan, dtype), ()
+    if plan.variant == SPLIT:
+        kernel, splits = SplitForwardSm90(plan, dtype), cute.sym_int()
+        contiguous = tuple(cute.sym_int64(divisibility=4) for _ in range(4))
+        o_shape = (splits, batch, heads_q, seqlen_q, plan.head_dim_v)
+        lse_strides = (*(cute.sym_int64() for _ in range(3)), 1)
+        partials = (
+            make_fake_tensor(cutlass.Float32, o_shape, (*contiguous, 1), assumed_align=16),
+            make_fake_tensor(cutlass.Float32, o_shape[:4], lse_strides, assumed_align=4),
+        )
     return cute.compile(
-        ForwardSm90(plan, dtype),
+        kernel,
         _rows(dtype, (batch, seqlen_q, heads_q, head_dim)),
         _rows(dtype, (batch, seqlen_k, heads_kv, head_dim)),
         _rows(dtype, (batch, seqlen_k, heads_kv, head_dim_v)),
         _rows(dtype, (batch, seqlen_q, heads_q, head_dim_v)),
         lse,
         cutlass.Float32(1.0),
+        *partials,
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi --gpu-arch {plan.arch} {options}",
     )

@@ -12,7 +12,7 @@ from ..common.numeric import pack_fragment
 from ..common.order import WorkTile
 from ..common.rowstate import RowState, log_sum_exp
 from .load import TmaSource
-from .mma import first_row
+from .mma import first_column, first_row, rows_view
 from .pipeline import O_STORED, Q_DEAD
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
 
@@ -67,3 +67,18 @@ def store_lse(lse: cute.Tensor, state: RowState, work: WorkTile, thread: Int32, 
         row = work.m_block * tile_m + first_row(thread) + 8 * r
         if thread % 4 == 0 and row < rows.shape[0]:
             rows[row] = log_sum_exp(state.maximum[r], state.total[r], scale_log2)
+
+
+@cute.jit
+def store_partial(o: cute.Tensor, partial: cute.Tensor, thread: Int32, row_start: Int32):
+    """partial (seqlen_q, width_v) float32: O of one split, two neighbouring columns a store."""
+    view = rows_view(o)  # (2, width_v / 4)
+    for r in cutlass.range_constexpr(2):
+        row = row_start + first_row(thread) + 8 * r
+        if row < partial.shape[0]:
+            for c in cutlass.range_constexpr(0, cute.size(view, mode=[1]), 2):
+                target = cute.domain_offset((row, first_column(thread) + 4 * c), partial).iterator
+                cute.arch.inline_ptx(
+                    "st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};",
+                    read_only_args=[target.toint(), view[r, c], view[r, c + 1]],
+                )

@@ -15,11 +15,12 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
 
-from ..common.blocks import KeyTiles, key_tiles
+from ..common.blocks import KeyTiles, key_tiles, part_of
+from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E, pack_fragment
 from ..common.order import WorkTile, head_by_head, longest_first, tile_count
 from ..common.rowstate import RowState, make_row_state
-from .epilogue import OutputRoom, store_lse, store_output
+from .epilogue import OutputRoom, store_lse, store_output, store_partial
 from .load import TmaSource, load_forward, tile_copy
 from .mask import mask_scores
 from .memory import ForwardLayouts, forward_layouts, forward_storage
@@ -81,6 +82,11 @@ class ForwardSm90:
         scale: Float32,
         stream,
     ):
+        self.launch((q, k, v, o), lse, None, scale, stream)
+
+    @cute.jit
+    def launch(self, tensors: tuple, lse: cute.Tensor | None, o_partial: cute.Tensor | None, scale: Float32, stream):
+        q, k, v, o = tensors
         tile, layouts = self.tile, forward_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
@@ -95,15 +101,15 @@ class ForwardSm90:
             o=source(store, o, [1, 3, 2, 0], layouts.o, (64, self.width_v)),
         )
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
-        self.kernel(sources, lse, scale * LOG2_E, sizes, layouts).launch(
-            grid=(tile_count(sizes.seqlen_q, tile.tile_m, sizes.heads_q, sizes.batch), 1, 1),
+        splits = 1 if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
+        self.kernel(sources, lse, o_partial, scale * LOG2_E, sizes, layouts).launch(
+            grid=(splits * tile_count(sizes.seqlen_q, tile.tile_m, sizes.heads_q, sizes.batch), 1, 1),
             block=(self.schedule.threads, 1, 1),
             stream=stream,
         )
 
     @cute.jit
-    def _work(self, sizes: Sizes) -> WorkTile:
-        index, _, _ = cute.arch.block_idx()
+    def _work(self, index: Int32, sizes: Sizes) -> WorkTile:
         m_blocks = cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
         if cutlass.const_expr(not self.causal):
             return head_by_head(index, m_blocks, sizes.heads_q)
@@ -116,7 +122,8 @@ class ForwardSm90:
     def kernel(
         self,
         sources: Sources,
-        lse: cute.Tensor | None,
+        lse: cute.Tensor | None,  # (splits, batch, heads_q, seqlen_q) where keys are split
+        o_partial: cute.Tensor | None,
         scale_log2: Float32,
         sizes: Sizes,
         layouts: ForwardLayouts,
@@ -131,10 +138,14 @@ class ForwardSm90:
 
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        work = self._work(sizes)
+        index, _, _ = cute.arch.block_idx()
+        splits = 1 if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
+        work = self._work(index // splits, sizes)
         head_kv = work.head // (sizes.heads_q // sizes.heads_kv)
         row_start = work.m_block * tile.tile_m
         tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.causal)
+        if cutlass.const_expr(o_partial is not None):
+            tiles = part_of(tiles, index % splits, splits)
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
@@ -149,7 +160,7 @@ class ForwardSm90:
                     tile_copy(sources.q, s_q, q_box, (work.m_block, 0), work.head, work.batch),
                     tile_copy(sources.k, s_k, k_box, (None, 0), head_kv, work.batch),
                     tile_copy(sources.v, s_v, v_box, (0, None), head_kv, work.batch),
-                    tiles.count,
+                    tiles,
                     tile.stages,
                 )
         else:
@@ -168,9 +179,17 @@ class ForwardSm90:
             )
             self.attend(context, tiles)
             finish(frags.o, context.state)
-            if cutlass.const_expr(lse is not None):
-                store_lse(lse, context.state, work, mma_thread, tile.tile_m, scale_log2)
-            store_output(frags.o, OutputRoom(s_o, sources.o, self.width_v), work, mma_thread, schedule.mma_threads)
+            if cutlass.const_expr(o_partial is not None):
+                store_lse(
+                    lse[index % splits, None, None, None], context.state, work, mma_thread, tile.tile_m, scale_log2
+                )
+                partial = o_partial[index % splits, work.batch, work.head, None, None]
+                store_partial(frags.o, partial, mma_thread, row_start)
+            else:
+                if cutlass.const_expr(lse is not None):
+                    store_lse(lse, context.state, work, mma_thread, tile.tile_m, scale_log2)
+                room = OutputRoom(s_o, sources.o, self.width_v)
+                store_output(frags.o, room, work, mma_thread, schedule.mma_threads)
 
     @cute.jit
     def attend(self, context: MmaContext, tiles: KeyTiles):
@@ -181,22 +200,22 @@ class ForwardSm90:
         v_state = pipelines.make_pipeline_state(consumer, self.tile.stages)
         frags.o.fill(0.0)
         grant_first_turn(context.warpgroup, self.schedule)
-        if tiles.count > 0:
+        if tiles.last > tiles.first:
             pipes.q.consumer_wait(pipelines.make_pipeline_state(consumer, 1))
             wait_full(pipes.k, k_state)
             issue_scores(self.mmas, frags, k_state.index)
             warpgroup.wait_group(0)
             pipes.k.consumer_release(k_state)
             k_state.advance()
-            self.probabilities(context, tiles.count - 1, True)
+            self.probabilities(context, tiles.last - 1, True)
             pack_fragment(frags.s, frags.p_packed, self.dtype)
-            masked_end = cutlass.min(tiles.unmasked, tiles.count - 1)
+            masked_end = cutlass.min(tiles.unmasked, tiles.last - 1)
             if cutlass.const_expr(self.causal):  # a full mask hides keys of the last tile only
-                for step in cutlass.range(tiles.count - 1 - masked_end, unroll=1):
-                    self.step(context, k_state, v_state, tiles.count - 2 - step, True)
+                for step in cutlass.range(tiles.last - 1 - masked_end, unroll=1):
+                    self.step(context, k_state, v_state, tiles.last - 2 - step, True)
                     k_state.advance()
                     v_state.advance()
-            for step in cutlass.range(masked_end, unroll=1):
+            for step in cutlass.range(masked_end - tiles.first, unroll=1):
                 self.step(context, k_state, v_state, masked_end - 1 - step, False)
                 k_state.advance()
                 v_state.advance()
@@ -230,3 +249,23 @@ class ForwardSm90:
         pipes.v.consumer_release(v_state)
         pack_fragment(frags.s, frags.p_packed, self.dtype)
         rescale_output(frags.o, context.state)
+
+
+class SplitForwardSm90(ForwardSm90):
+    """The same kernel for query tiles too few to fill the GPU: several CTAs share one, each with a run of keys."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        scale: Float32,
+        o_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, width_v) float32
+        lse_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q) float32
+        stream,
+    ):
+        self.launch((q, k, v, o), lse_partial, o_partial, scale, stream)
+        launch_combine(o_partial, lse_partial, o, lse, stream)

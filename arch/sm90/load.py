@@ -11,6 +11,7 @@ import cutlass.pipeline as pipelines
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
+from ..common.blocks import KeyTiles
 from .pipeline import ForwardPipelines
 
 
@@ -48,21 +49,22 @@ def _fetch(pipe: pipelines.PipelineTmaAsync, state: pipelines.PipelineState, cop
 
 @cute.jit
 def load_forward(
-    pipes: ForwardPipelines, q: TileCopy, k: TileCopy, v: TileCopy, count: Int32, stages: cutlass.Constexpr[int]
+    pipes: ForwardPipelines, q: TileCopy, k: TileCopy, v: TileCopy, tiles: KeyTiles, stages: cutlass.Constexpr[int]
 ):
-    """`count` key tiles; q.source has a single tile. Runs in one converged warp."""
+    """q.source has a single tile. Runs in one converged warp."""
     producer = pipelines.PipelineUserType.Producer
     q_state = pipelines.make_pipeline_state(producer, 1)
     k_state = pipelines.make_pipeline_state(producer, stages)
     v_state = pipelines.make_pipeline_state(producer, stages)
+    count = tiles.last - tiles.first
     if count > 0:
         pipes.q.producer_acquire(q_state)
         cute.copy(q.atom, q.source, q.target[None, 0], tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
-        _fetch(pipes.k, k_state, k, count - 1)
+        _fetch(pipes.k, k_state, k, tiles.last - 1)
         k_state.advance()
         for step in cutlass.range(count - 1, unroll=1):
-            _fetch(pipes.k, k_state, k, count - 2 - step)
+            _fetch(pipes.k, k_state, k, tiles.last - 2 - step)
             k_state.advance()
-            _fetch(pipes.v, v_state, v, count - 1 - step)
+            _fetch(pipes.v, v_state, v, tiles.last - 1 - step)
             v_state.advance()
-        _fetch(pipes.v, v_state, v, Int32(0))
+        _fetch(pipes.v, v_state, v, tiles.first)

@@ -3,6 +3,7 @@
 from cute_flash.spec.plan import Tile
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
+SPLIT = "split"  # Plan.variant: several CTAs share a query tile, each takes a run of key tiles
 WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every true head_dim under its width
 
 # (width of q and k, width of v, mask) -> Tile. TFLOP/s on an NVIDIA H200, 2026-11-30, bf16, 16384 tokens,

@@ -38,14 +38,18 @@ class TritonBackend:
             deterministic=True,  # no atomics anywhere
             ieee_float32=ieee,
             tile=tiles.choose(problem.direction, max(widths), problem.dtype, ieee, capability),
+            variant="" if widths == (problem.head_dim, problem.head_dim_v) else tiles.PADDED,
         )
+
+    def split(self, plan: Plan) -> Plan | None:
+        return None
 
     def build(self, plan: Plan) -> Callable[..., Any]:
         if plan.direction == FORWARD:
-            from .forward import build
+            from . import forward as kernels
         else:
-            from .backward import build
-        return build(plan)
+            from . import backward as kernels
+        return kernels.build(plan)
 
 
 BACKEND = TritonBackend()

@@ -6,7 +6,6 @@ dK/dV: one program walks, for one tile of keys, all query rows of every query he
 Both recompute P = exp(S - LSE); dS = P * (dP - delta).
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,9 @@ from .operands import (
     Sizes,
     Spec,
     add_dot,
+    alignment,
     dot_transposed,
+    exact_spec,
     grid_place,
     head_start,
     key_bounds,
@@ -35,10 +36,11 @@ from .operands import (
     rows_start,
     scaled,
     sees,
-    spec_of,
+    spec_maker,
     store_tile,
     zeros,
 )
+from .tiles import PADDED
 
 
 @triton.jit
@@ -50,12 +52,12 @@ def _row_values(workspace, batch, head, sizes, tile: tl.constexpr):
 
 
 @triton.jit
-def _leave_row_values(do_tile, out_tile, row_values, workspace, place, sizes, spec: tl.constexpr):
+def _leave_row_values(do_tile, out_tile, row_values, place, sizes, spec: tl.constexpr):
     """LSE in base 2 and delta of this program's rows, returned and left in the workspace.
 
     Rows that saw no key, or do not exist, get LSE +inf and delta 0: their P is then exactly 0, and 0 * NaN cannot be.
     """
-    lse, dlse = row_values
+    lse, dlse, workspace = row_values
     batch, head, start = place
     tile_m: tl.constexpr = spec.tile_m
     value = load_rows(rows_start(lse, batch, head, sizes), start, sizes.seqlen_q, tile_m, float("-inf"))
@@ -75,14 +77,16 @@ def _leave_row_values(do_tile, out_tile, row_values, workspace, place, sizes, sp
 @triton.jit
 def _sweep_keys(acc, fixed, kv, rows, bounds, sizes, scale_log2, spec: tl.constexpr, masked: tl.constexpr):
     """Add dS @ K of keys [bounds) to dQ. `masked` = some (row, key) pairs of these tiles are hidden."""
+    qk_columns: tl.constexpr = spec.qk
+    v_columns: tl.constexpr = spec.v
     q_tile, do_tile, lse_log2, delta = fixed
     k_base, k, v_base, v = kv
     end = None
     if masked:
         end = sizes.seqlen_k
     for start in tl.range(bounds[0], bounds[1], spec.tile_n):
-        k_tile = load_tile(k_base, k, start, end, spec.tile_n, spec.head_dim, spec.tile_d)
-        v_tile = load_tile(v_base, v, start, end, spec.tile_n, spec.head_dim_v, spec.tile_dv)
+        k_tile = load_tile(k_base, k, start, end, spec.tile_n, qk_columns)
+        v_tile = load_tile(v_base, v, start, end, spec.tile_n, v_columns)
         p = tl.exp2(dot_transposed(q_tile, k_tile, spec) * scale_log2 - lse_log2[:, None])
         if masked:
             keys = start + tl.arange(0, spec.tile_n)
@@ -93,9 +97,9 @@ def _sweep_keys(acc, fixed, kv, rows, bounds, sizes, scale_log2, spec: tl.conste
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def attention_backward_dq(
-    qkv, outs, row_values, workspace, dq, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr
-):
+def attention_backward_dq(qkv, outs, row_values, dq, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr):
+    qk_columns: tl.constexpr = spec.qk
+    v_columns: tl.constexpr = spec.v
     q, k, v = qkv
     out, dout = outs
     sizes = Sizes(seqlen_q, seqlen_k, heads, group)
@@ -106,21 +110,21 @@ def attention_backward_dq(
     start = tile * tile_m
     rows = start + tl.arange(0, tile_m)
 
-    do_tile = load_tile(head_start(dout, batch, head), dout, start, seqlen_q, tile_m, spec.head_dim_v, spec.tile_dv)
-    out_tile = load_tile(head_start(out, batch, head), out, start, seqlen_q, tile_m, spec.head_dim_v, spec.tile_dv)
+    do_tile = load_tile(head_start(dout, batch, head, v_columns), dout, start, seqlen_q, tile_m, v_columns)
+    out_tile = load_tile(head_start(out, batch, head, v_columns), out, start, seqlen_q, tile_m, v_columns)
     place = (batch, head, start)
-    lse_log2, delta = _leave_row_values(do_tile, out_tile, row_values, workspace, place, sizes, spec)
+    lse_log2, delta = _leave_row_values(do_tile, out_tile, row_values, place, sizes, spec)
 
-    q_tile = load_tile(head_start(q, batch, head), q, start, seqlen_q, tile_m, spec.head_dim, spec.tile_d)
+    q_tile = load_tile(head_start(q, batch, head, qk_columns), q, start, seqlen_q, tile_m, qk_columns)
     kv_head = head // group
-    kv = (head_start(k, batch, kv_head), k, head_start(v, batch, kv_head), v)
+    kv = (head_start(k, batch, kv_head, qk_columns), k, head_start(v, batch, kv_head, v_columns), v)
     fixed = (q_tile, do_tile, lse_log2, delta)
     scale_log2 = scale * LOG2_E
     full, last = key_bounds(start, sizes, spec)
-    acc = zeros(tile_m, spec.tile_d)
+    acc = zeros(tile_m, qk_columns)
     acc = _sweep_keys(acc, fixed, kv, rows, (0, full), sizes, scale_log2, spec, False)
     acc = _sweep_keys(acc, fixed, kv, rows, (full, last), sizes, scale_log2, spec, True)
-    store_tile(scaled(acc, scale), head_start(dq, batch, head), dq, start, seqlen_q, spec.head_dim)
+    store_tile(scaled(acc, scale), head_start(dq, batch, head, qk_columns), dq, start, seqlen_q, qk_columns)
 
 
 @triton.jit
@@ -149,12 +153,14 @@ def _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec: tl
 
     Keys beyond seqlen_k need no mask: their dK and dV rows are never stored.
     """
+    qk_columns: tl.constexpr = spec.qk
+    v_columns: tl.constexpr = spec.v
     dk, dv = state
     k_tile, v_tile = fixed
     q, dout, workspace, batch, head = queries
     first, hidden, full, tail, edges = bounds
-    q_base = head_start(q, batch, head)
-    do_base = head_start(dout, batch, head)
+    q_base = head_start(q, batch, head, qk_columns)
+    do_base = head_start(dout, batch, head, v_columns)
     lse_base, delta_base = _row_values(workspace, batch, head, sizes, spec.tile_n)
     tile_m: tl.constexpr = spec.tile_m
     count = edges
@@ -168,8 +174,8 @@ def _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec: tl
             start = first + step * tile_m
         if edge and spec.causal:
             start = tl.where(step < hidden, start, tail)
-        q_tile = load_tile(q_base, q, start, end, tile_m, spec.head_dim, spec.tile_d)
-        do_tile = load_tile(do_base, dout, start, end, tile_m, spec.head_dim_v, spec.tile_dv)
+        q_tile = load_tile(q_base, q, start, end, tile_m, qk_columns)
+        do_tile = load_tile(do_base, dout, start, end, tile_m, v_columns)
         rows = start + tl.arange(0, tile_m)
         s = dot_transposed(k_tile, q_tile, spec)  # (tile_n, tile_m)
         p = tl.exp2(s * scale_log2 - tl.load(lse_base + rows)[None, :])
@@ -183,6 +189,8 @@ def _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec: tl
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_dkdv(qkv, dout, workspace, grads, seqlen_q, seqlen_k, heads, group, scale, spec: tl.constexpr):
+    qk_columns: tl.constexpr = spec.qk
+    v_columns: tl.constexpr = spec.v
     q, k, v = qkv
     dk, dv = grads
     sizes = Sizes(seqlen_q, seqlen_k, heads, group)
@@ -191,10 +199,10 @@ def attention_backward_dkdv(qkv, dout, workspace, grads, seqlen_q, seqlen_k, hea
     start = tile * tile_n
     keys = start + tl.arange(0, tile_n)
 
-    k_tile = load_tile(head_start(k, batch, kv_head), k, start, seqlen_k, tile_n, spec.head_dim, spec.tile_d)
-    v_tile = load_tile(head_start(v, batch, kv_head), v, start, seqlen_k, tile_n, spec.head_dim_v, spec.tile_dv)
+    k_tile = load_tile(head_start(k, batch, kv_head, qk_columns), k, start, seqlen_k, tile_n, qk_columns)
+    v_tile = load_tile(head_start(v, batch, kv_head, v_columns), v, start, seqlen_k, tile_n, v_columns)
     fixed = (k_tile, v_tile)
-    state = (zeros(tile_n, spec.tile_d), zeros(tile_n, spec.tile_dv))
+    state = (zeros(tile_n, qk_columns), zeros(tile_n, v_columns))
     bounds = _query_bounds(start, sizes, spec)
     scale_log2 = scale * LOG2_E
     for member in tl.range(0, group):
@@ -204,8 +212,8 @@ def attention_backward_dkdv(qkv, dout, workspace, grads, seqlen_q, seqlen_k, hea
             state = _sweep_rows(state, fixed, queries, keys, bounds, sizes, scale_log2, spec, False)
 
     dk_acc, dv_acc = state
-    store_tile(scaled(dk_acc, scale), head_start(dk, batch, kv_head), dk, start, seqlen_k, spec.head_dim)
-    store_tile(dv_acc, head_start(dv, batch, kv_head), dv, start, seqlen_k, spec.head_dim_v)
+    store_tile(scaled(dk_acc, scale), head_start(dk, batch, kv_head, qk_columns), dk, start, seqlen_k, qk_columns)
+    store_tile(dv_acc, head_start(dv, batch, kv_head, v_columns), dv, start, seqlen_k, v_columns)
 
 
 def mirrored(spec: Spec) -> Spec:
@@ -217,14 +225,17 @@ def compile_ahead(plan: Plan) -> tuple[Any, ...]:
     x = operand_types(plan.dtype)
     dlse = "*fp32" if plan.lse_grad else None
     sizes = ("i32", "i32", "i32", "i32")
-    spec = spec_of(plan, plan.head_dim, plan.head_dim_v)
-    dq = ((x, x, x), (x, x), ("*fp32", dlse), "*fp32", x, *sizes, "fp32", spec)
+    spec = exact_spec(plan)
+    dq = ((x, x, x), (x, x), ("*fp32", dlse, "*fp32"), x, *sizes, "fp32", spec)
     dkdv = ((x, x, x), x, "*fp32", (x, x), *sizes, "fp32", mirrored(spec))
     return compile_kernel(attention_backward_dq, dq, plan), compile_kernel(attention_backward_dkdv, dkdv, plan)
 
 
 def build(plan: Plan) -> Callable[..., None]:
-    specs = functools.lru_cache(maxsize=None)(functools.partial(spec_of, plan))
+    """Compiles for the usual launch (see ahead.py); unusual strides and padded head dims compile at their first."""
+    if plan.variant != PADDED and not triton.knobs.runtime.interpret:
+        compile_ahead(plan)
+    specs = spec_maker(plan)
     options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
     tile_m = plan.tile.tile_m
 
@@ -232,13 +243,13 @@ def build(plan: Plan) -> Callable[..., None]:
         batch, seqlen_q, heads, head_dim = q.shape
         seqlen_k, heads_kv, head_dim_v = v.shape[1:]
         sizes = (seqlen_q, seqlen_k, heads, heads // heads_kv)
-        spec = specs(head_dim, head_dim_v)
-        row_values = (lse.contiguous(), None if dlse is None else dlse.contiguous())
+        spec = specs(head_dim, head_dim_v, alignment(head_dim, q, k, dq, dk), alignment(head_dim_v, v, out, dout, dv))
         padded = triton.cdiv(seqlen_q, tile_m) * tile_m
         workspace = torch.empty((batch, heads, 2, padded), dtype=torch.float32, device=q.device)
+        row_values = (lse.contiguous(), None if dlse is None else dlse.contiguous(), workspace)
         qkv, dout = (operand(q), operand(k), operand(v)), operand(dout)
         attention_backward_dq[(triton.cdiv(seqlen_q, tile_m) * heads * batch,)](
-            qkv, (operand(out), dout), row_values, workspace, operand(dq), *sizes, scale, spec, **options
+            qkv, (operand(out), dout), row_values, operand(dq), *sizes, scale, spec, **options
         )
         attention_backward_dkdv[(triton.cdiv(seqlen_k, tile_m) * heads_kv * batch,)](
             qkv, dout, workspace, (operand(dk), operand(dv)), *sizes, scale, mirrored(spec), **options

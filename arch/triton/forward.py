@@ -1,6 +1,5 @@
 """Forward attention: one program walks all keys of one tile of query rows with a running softmax."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,9 @@ from .operands import (
     UNSPECIALIZED,
     Sizes,
     add_dot,
+    alignment,
     dot_transposed,
+    exact_spec,
     grid_place,
     head_start,
     key_bounds,
@@ -26,23 +27,26 @@ from .operands import (
     rows_start,
     scaled,
     sees,
-    spec_of,
+    spec_maker,
     store_rows,
     store_tile,
     zeros,
 )
+from .tiles import PADDED
 
 
 @triton.jit
 def _sweep(state, q_tile, kv, rows, bounds, sizes, scale_log2, spec: tl.constexpr, masked: tl.constexpr):
     """Take keys [bounds) into the running softmax. `masked` = some (row, key) pairs of these tiles are hidden."""
+    qk_columns: tl.constexpr = spec.qk
+    v_columns: tl.constexpr = spec.v
     acc, row_sum, row_max = state
     k_base, k, v_base, v = kv
     end = None
     if masked:
         end = sizes.seqlen_k
     for start in tl.range(bounds[0], bounds[1], spec.tile_n):
-        k_tile = load_tile(k_base, k, start, end, spec.tile_n, spec.head_dim, spec.tile_d)
+        k_tile = load_tile(k_base, k, start, end, spec.tile_n, qk_columns)
         s = dot_transposed(q_tile, k_tile, spec)
         if masked:
             keys = start + tl.arange(0, spec.tile_n)
@@ -55,13 +59,15 @@ def _sweep(state, q_tile, kv, rows, bounds, sizes, scale_log2, spec: tl.constexp
         correction = tl.exp2(row_max - shift)
         row_sum = row_sum * correction + tl.sum(p, 1)
         row_max = new_max
-        v_tile = load_tile(v_base, v, start, end, spec.tile_n, spec.head_dim_v, spec.tile_dv)
+        v_tile = load_tile(v_base, v, start, end, spec.tile_n, v_columns)
         acc = add_dot(scaled(acc, correction[:, None]), p.to(v.ptr.dtype.element_ty), v_tile, spec)
     return acc, row_sum, row_max
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_forward(qkv, out, lse, seqlen_q, seqlen_k, heads, group, scale_log2, spec: tl.constexpr):
+    qk_columns: tl.constexpr = spec.qk
+    v_columns: tl.constexpr = spec.v
     q, k, v = qkv
     sizes = Sizes(seqlen_q, seqlen_k, heads, group)
     tile_m: tl.constexpr = spec.tile_m
@@ -71,18 +77,18 @@ def attention_forward(qkv, out, lse, seqlen_q, seqlen_k, heads, group, scale_log
     start = tile * tile_m
     rows = start + tl.arange(0, tile_m)
 
-    q_tile = load_tile(head_start(q, batch, head), q, start, seqlen_q, tile_m, spec.head_dim, spec.tile_d)
+    q_tile = load_tile(head_start(q, batch, head, qk_columns), q, start, seqlen_q, tile_m, qk_columns)
     kv_head = head // group
-    kv = (head_start(k, batch, kv_head), k, head_start(v, batch, kv_head), v)
+    kv = (head_start(k, batch, kv_head, qk_columns), k, head_start(v, batch, kv_head, v_columns), v)
     row_max = tl.full((tile_m,), float("-inf"), tl.float32)
-    state = (zeros(tile_m, spec.tile_dv), tl.zeros((tile_m,), tl.float32), row_max)
+    state = (zeros(tile_m, v_columns), tl.zeros((tile_m,), tl.float32), row_max)
     full, last = key_bounds(start, sizes, spec)
     state = _sweep(state, q_tile, kv, rows, (0, full), sizes, scale_log2, spec, False)
     state = _sweep(state, q_tile, kv, rows, (full, last), sizes, scale_log2, spec, True)
 
     acc, row_sum, row_max = state
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)  # a row that saw no key: output 0
-    store_tile(scaled(acc, inverse[:, None]), head_start(out, batch, head), out, start, seqlen_q, spec.head_dim_v)
+    store_tile(scaled(acc, inverse[:, None]), head_start(out, batch, head, v_columns), out, start, seqlen_q, v_columns)
     if spec.lse:
         store_rows((row_max + tl.log2(row_sum)) * LN_2, rows_start(lse, batch, head, sizes), start, seqlen_q)
 
@@ -90,23 +96,25 @@ def attention_forward(qkv, out, lse, seqlen_q, seqlen_k, heads, group, scale_log
 def compile_ahead(plan: Plan) -> tuple[Any, ...]:
     x = operand_types(plan.dtype)
     lse = "*fp32" if plan.lse else None
-    spec = spec_of(plan, plan.head_dim, plan.head_dim_v)
+    spec = exact_spec(plan)
     return (compile_kernel(attention_forward, ((x, x, x), x, lse, "i32", "i32", "i32", "i32", "fp32", spec), plan),)
 
 
 def build(plan: Plan) -> Callable[..., None]:
-    specs = functools.lru_cache(maxsize=None)(functools.partial(spec_of, plan))
+    """Compiles for the usual launch (see ahead.py); unusual strides and padded head dims compile at their first."""
+    if plan.variant != PADDED and not triton.knobs.runtime.interpret:
+        compile_ahead(plan)
+    specs = spec_maker(plan)
     options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
 
     def forward(q, k, v, out, lse, scale: float) -> None:
         batch, seqlen_q, heads, head_dim = q.shape
         seqlen_k, heads_kv, head_dim_v = v.shape[1:]
-        rows = (
-            lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
-        )
+        spec = specs(head_dim, head_dim_v, alignment(head_dim, q, k), alignment(head_dim_v, v, out))
+        rows = lse if lse is None or lse.is_contiguous() else torch.empty(lse.shape, device=lse.device)
         attention_forward[(triton.cdiv(seqlen_q, plan.tile.tile_m) * heads * batch,)](
             (operand(q), operand(k), operand(v)), operand(out), rows,
-            seqlen_q, seqlen_k, heads, heads // heads_kv, scale * LOG2_E.value, specs(head_dim, head_dim_v), **options,
+            seqlen_q, seqlen_k, heads, heads // heads_kv, scale * LOG2_E.value, spec, **options,
         )  # fmt: skip
         if rows is not lse:
             lse.copy_(rows)

@@ -4,6 +4,9 @@ A tile whose width is not a power of two is held as two parts, e.g. 96 columns a
 and returns tuples of one or two parts. Offsets of batch, head and row are 64-bit.
 """
 
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,13 +40,20 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spec:
-    """All that is static in a kernel. tile_d and tile_dv are the padded widths of head_dim and head_dim_v."""
+class Columns:
+    """A head dim: its true size, the width of its tiles, and a power of two that all strides are multiples of."""
 
-    head_dim: int
-    head_dim_v: int
-    tile_d: int
-    tile_dv: int
+    size: int
+    tile: int
+    align: int = 1
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All that is static in a kernel."""
+
+    qk: Columns  # head_dim: of q, k, dq, dk
+    v: Columns  # head_dim_v: of v, out, dout, dv
     tile_m: int
     tile_n: int
     causal: bool
@@ -66,65 +76,77 @@ def main_width(tile: int) -> int:
 
 
 @triton.jit
-def head_start(x, batch, head):
-    return x.ptr + batch.to(tl.int64) * x.batch + head.to(tl.int64) * x.head
+def _aligned(stride, columns: tl.constexpr):
+    """The same number, in a form that shows Triton what it is a multiple of."""
+    if columns.align == 1:
+        return stride
+    else:
+        return stride // columns.align * columns.align
 
 
 @triton.jit
-def _part_pointers(base, x, start, rows: tl.constexpr, first: tl.constexpr, cols: tl.constexpr):
-    row_offsets = tl.arange(0, rows).to(tl.int64) * x.row
+def head_start(x, batch, head, columns: tl.constexpr):
+    batch_offset = batch.to(tl.int64) * _aligned(x.batch, columns)
+    return x.ptr + batch_offset + head.to(tl.int64) * _aligned(x.head, columns)
+
+
+@triton.jit
+def _part_pointers(base, x, start, rows: tl.constexpr, first: tl.constexpr, cols: tl.constexpr, columns: tl.constexpr):
+    row_stride = _aligned(x.row, columns)
+    row_offsets = tl.arange(0, rows).to(tl.int64) * row_stride
     col_offsets = (tl.arange(0, cols) + first).to(tl.int64) * x.col
-    return base + tl.cast(start, tl.int64) * x.row + row_offsets[:, None] + col_offsets[None, :]
+    return base + tl.cast(start, tl.int64) * row_stride + row_offsets[:, None] + col_offsets[None, :]
 
 
 @triton.jit
-def _part_inside(rows_left, rows: tl.constexpr, first: tl.constexpr, cols: tl.constexpr, width: tl.constexpr):
+def _part_inside(rows_left, rows: tl.constexpr, first: tl.constexpr, cols: tl.constexpr, columns: tl.constexpr):
     """Which elements of a part exist: rows below rows_left, columns below the true width."""
     inside = (tl.arange(0, rows) < rows_left)[:, None]
-    if first + cols > width:
-        inside = inside & ((tl.arange(0, cols) + first) < width)[None, :]
+    if first + cols > columns.size:
+        inside = inside & ((tl.arange(0, cols) + first) < columns.size)[None, :]
     return inside
 
 
 @triton.jit
-def _load_part(base, x, start, end, rows: tl.constexpr, first: tl.constexpr, cols: tl.constexpr, width: tl.constexpr):
-    pointers = _part_pointers(base, x, start, rows, first, cols)
+def _load_part(base, x, start, end, rows: tl.constexpr, first: tl.constexpr, cols: tl.constexpr, columns: tl.constexpr):
+    pointers = _part_pointers(base, x, start, rows, first, cols, columns)
     if end is None:
-        if first + cols > width:
-            return tl.load(pointers, mask=((tl.arange(0, cols) + first) < width)[None, :], other=0.0)
+        if first + cols > columns.size:
+            return tl.load(pointers, mask=((tl.arange(0, cols) + first) < columns.size)[None, :], other=0.0)
         else:
             return tl.load(pointers)
     else:
-        return tl.load(pointers, mask=_part_inside(end - start, rows, first, cols, width), other=0.0)
+        return tl.load(pointers, mask=_part_inside(end - start, rows, first, cols, columns), other=0.0)
 
 
 @triton.jit
-def load_tile(base, x, start, end, rows: tl.constexpr, width: tl.constexpr, tile: tl.constexpr):
-    """Rows [start, start + rows) as parts; zero beyond `width` columns and from row `end` on (None: all exist)."""
-    main: tl.constexpr = main_width(tile)
-    if main == tile:
-        return (_load_part(base, x, start, end, rows, 0, main, width),)
+def load_tile(base, x, start, end, rows: tl.constexpr, columns: tl.constexpr):
+    """Rows [start, start + rows) as parts; zero beyond the true columns and from row `end` on (None: all exist)."""
+    main: tl.constexpr = main_width(columns.tile)
+    if main == columns.tile:
+        return (_load_part(base, x, start, end, rows, 0, main, columns),)
     else:
         return (
-            _load_part(base, x, start, end, rows, 0, main, width),
-            _load_part(base, x, start, end, rows, main, tile - main, width),
+            _load_part(base, x, start, end, rows, 0, main, columns),
+            _load_part(base, x, start, end, rows, main, columns.tile - main, columns),
         )
 
 
 @triton.jit
-def _store_part(part, base, x, start, end, first: tl.constexpr, width: tl.constexpr):
+def _store_part(part, base, x, start, end, first: tl.constexpr, columns: tl.constexpr):
     rows: tl.constexpr = part.shape[0]
     cols: tl.constexpr = part.shape[1]
-    pointers = _part_pointers(base, x, start, rows, first, cols)
-    tl.store(pointers, part.to(x.ptr.dtype.element_ty), mask=_part_inside(end - start, rows, first, cols, width))
+    pointers = _part_pointers(base, x, start, rows, first, cols, columns)
+    inside = _part_inside(end - start, rows, first, cols, columns)
+    tl.store(pointers, part.to(x.ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def store_tile(parts, base, x, start, end, width: tl.constexpr):
-    """Write the rows below `end` and the columns below `width`, rounded to the tensor's dtype."""
-    _store_part(parts[0], base, x, start, end, 0, width)
+def store_tile(parts, base, x, start, end, columns: tl.constexpr):
+    """Write the rows below `end` and the true columns, rounded to the tensor's dtype."""
+    _store_part(parts[0], base, x, start, end, 0, columns)
     if len(parts) == 2:
-        _store_part(parts[1], base, x, start, end, parts[0].shape[1], width)
+        _store_part(parts[1], base, x, start, end, parts[0].shape[1], columns)
 
 
 @triton.jit
@@ -147,12 +169,12 @@ def store_rows(values, base, start, end):
 
 
 @triton.jit
-def zeros(rows: tl.constexpr, tile: tl.constexpr):
-    main: tl.constexpr = main_width(tile)
-    if main == tile:
+def zeros(rows: tl.constexpr, columns: tl.constexpr):
+    main: tl.constexpr = main_width(columns.tile)
+    if main == columns.tile:
         return (tl.zeros((rows, main), tl.float32),)
     else:
-        return (tl.zeros((rows, main), tl.float32), tl.zeros((rows, tile - main), tl.float32))
+        return (tl.zeros((rows, main), tl.float32), tl.zeros((rows, columns.tile - main), tl.float32))
 
 
 @triton.jit
@@ -225,18 +247,32 @@ def sees(rows, keys, sizes, spec: tl.constexpr):
     return visible
 
 
-def spec_of(plan: Plan, head_dim: int, head_dim_v: int) -> Spec:
-    """The Plan's static facts for operands of these true head dims."""
-    tile = plan.tile
-    return Spec(
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        tile_d=plan.head_dim,
-        tile_dv=plan.head_dim_v,
-        tile_m=tile.tile_m,
-        tile_n=tile.tile_n,
-        causal=plan.mask.causal,
-        lse=plan.lse,
-        lse_grad=plan.lse_grad,
-        precision="ieee" if plan.ieee_float32 else "tf32",
-    )
+def alignment(head_dim: int, *tensors: torch.Tensor) -> int:
+    """The largest power of two up to 16 that divides all strides; 1 where Triton sees them be multiples of 16."""
+    if head_dim % 16 == 0:
+        return 1
+    return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:3]))
+
+
+def spec_maker(plan: Plan) -> Callable[[int, int, int, int], Spec]:
+    """(head_dim, head_dim_v, their alignments) -> Spec, made once each."""
+
+    @functools.lru_cache(maxsize=256)
+    def make(head_dim: int, head_dim_v: int, align: int, align_v: int) -> Spec:
+        return Spec(
+            qk=Columns(head_dim, plan.head_dim, align),
+            v=Columns(head_dim_v, plan.head_dim_v, align_v),
+            tile_m=plan.tile.tile_m,
+            tile_n=plan.tile.tile_n,
+            causal=plan.mask.causal,
+            lse=plan.lse,
+            lse_grad=plan.lse_grad,
+            precision="ieee" if plan.ieee_float32 else "tf32",
+        )
+
+    return make
+
+
+def exact_spec(plan: Plan) -> Spec:
+    """For head dims that need no padding."""
+    return spec_maker(plan)(plan.head_dim, plan.head_dim_v, 1, 1)

@@ -6,10 +6,14 @@ tile_m keys and steps over tile_n query rows. tile_m is a multiple of tile_n in 
 The rows are chosen from compiled code (no or few spilled registers, shared memory), not yet from measurements.
 """
 
-from cute_flash.spec.plan import Tile
+import itertools
+
+from cute_flash.spec.plan import Plan, Tile
 from cute_flash.spec.problem import BACKWARD, FORWARD
 
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)  # each a power of two, or a sum of two
+
+PADDED = "padded"  # Plan.variant where a head dim is narrower than its tile
 
 KIB = 1024
 SHARED_MEMORY_MIN = 99 * KIB  # 8.6, 8.9, 12.0, 12.1 and whatever is not listed
@@ -84,3 +88,31 @@ def choose(direction: str, widest: int, dtype: str, ieee: bool, capability: tupl
     else:
         rows = SIXTEEN_BIT[direction, str(shared_memory(capability) // KIB)]
     return next(tile for limit, tile in rows if widest <= limit)
+
+
+REGISTERS = 255  # a thread may have; accumulators and scores must leave room for the rest
+
+
+def _plausible(tile: Tile, plan: Plan, capability: tuple[int, int]) -> bool:
+    """Whether operands fit shared memory and accumulators registers: an estimate, the compiler has the last word."""
+    threads = 32 * tile.warps
+    both = plan.head_dim + plan.head_dim_v
+    forward = plan.direction == FORWARD
+    kept = tile.tile_m * (plan.head_dim if forward else both)
+    stepped = tile.stages * tile.tile_n * both
+    accumulators = tile.tile_m * (plan.head_dim_v if forward else both) // threads
+    scores = (1 if forward else 2) * tile.tile_m * tile.tile_n // threads
+    fits = 2 * (kept + stepped) <= shared_memory(capability)
+    return fits and accumulators + scores <= REGISTERS - 40
+
+
+def candidates(plan: Plan) -> list[Tile]:
+    """Tiles worth measuring for a 16-bit Plan, its own first: build(replace(plan, tile=...)) runs each."""
+    capability = tuple(int(part) for part in plan.arch.split("."))
+    found = [plan.tile]
+    for tile_m, tile_n, warps, stages in itertools.product((128, 64), (128, 64, 32), (8, 4), (2, 3, 4)):
+        tile = Tile(tile_m, tile_n, stages, warps)
+        divides = plan.direction == FORWARD or tile_m % tile_n == 0
+        if tile not in found and divides and _plausible(tile, plan, capability):
+            found.append(tile)
+    return found

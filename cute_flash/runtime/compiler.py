@@ -1,6 +1,7 @@
 """Plan -> callable: memory first, then disk, then the backend's build()."""
 
 import contextlib
+import functools
 import importlib
 import threading
 import time
@@ -15,7 +16,7 @@ from ..spec import settings
 from ..spec.backend import Backend
 from ..spec.errors import BackendBuildError
 from ..spec.plan import Plan
-from . import diskcache, report, toolchain
+from . import diskcache, emulation, report, toolchain
 
 Kernel = Callable[..., Any]
 
@@ -82,9 +83,12 @@ def build(backend: Backend, plan: Plan) -> tuple[Any, float]:
     """Compile, one at a time in this process. Returns what the backend built and the seconds it took."""
     with _compiling:
         _import_toolchain(backend)
+        make = functools.partial(backend.build, plan)
+        if settings.current.emulate and backend.exports:
+            make = functools.partial(emulation.build, make)
         start = time.perf_counter()
         try:
-            built = backend.build(plan)
+            built = make()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

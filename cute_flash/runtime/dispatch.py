@@ -3,16 +3,19 @@
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 import cute_flash.arch as arch
 
+from ..spec import device as device_facts
 from ..spec import settings
 from ..spec.backend import Backend
 from ..spec.errors import FallbackWarning, StrictFallbackError, UnsupportedError, lay_out
 from ..spec.plan import Plan
 from ..spec.problem import Problem
-from . import report, toolchain
+from . import emulation, report, toolchain
 
 CAPABILITY_MIN = (8, 0)
 REFERENCE = "reference"
@@ -74,6 +77,9 @@ def _toolchain_refusals(backend: Backend) -> tuple[str, ...]:
 
 
 def _refusals(backend: Backend, problem: Problem) -> tuple[str, ...]:
+    if emulation.is_emulated(problem.device) and not backend.exports:
+        # The emulator runs CuTe-DSL kernels; whoever else is asked sees the tensors where they are.
+        problem = replace(problem, device=device_facts.describe(torch.device("cpu")))
     return tuple(backend.refuse(problem)) or _toolchain_refusals(backend)
 
 
@@ -128,9 +134,9 @@ def warn_fallback(decision: Decision) -> None:
 
 
 def _levels_to_caller() -> int:
-    """stacklevel, counted from warn_fallback, of the first frame outside this package: the user's line."""
+    """stacklevel, counted from warn_fallback, of the first frame outside this package and torch: the user's line."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("cute_flash."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("cute_flash.", "torch.")):
         level, frame = level + 1, frame.f_back
     return level
 

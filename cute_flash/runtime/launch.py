@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..spec.errors import BackendBuildError
 from ..spec.problem import Problem
+from ..spec.splits import SplitRule, rule_of
 from . import compiler, dispatch, report
 from .dispatch import Decision
 from .request import Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
@@ -94,8 +96,43 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def bind_forward(kernel: Kernel, site: Site, has_lse: bool) -> Forward:
+class Splitter:
+    """The second forward of a backend, for calls whose query tiles leave most of the GPU idle. Compiled when needed."""
+
+    def __init__(self, decision: Decision, device: torch.device) -> None:
+        self.decision, self.device = decision, device
+        plan, problem = decision.backend.split(decision.plan), decision.problem
+        self.plan = plan
+        self.rule: SplitRule | None = rule_of(plan, problem.heads_q, problem.device.sm_count) if plan else None
+        self.kernel: Kernel | None = None
+
+    @property
+    def query_tiles_max(self) -> int:
+        return self.rule.query_tiles_max if self.rule else 0
+
+    def launch(self, splits: int, operands: tuple[Any, ...]) -> None:
+        """operands: (q, k, v, out, lse, scale), rows as the backend wants them or not."""
+        if self.kernel is None:
+            self.kernel = self._compile()
+        batch, seqlen_q, heads_q, _ = operands[0].shape
+        rows = (splits, batch, heads_q, seqlen_q)
+        o_partial = torch.empty((*rows, self.decision.plan.head_dim_v), dtype=torch.float32, device=self.device)
+        lse_partial = torch.empty(rows, dtype=torch.float32, device=self.device)
+        self.kernel(*operands, o_partial, lse_partial)
+
+    def _compile(self) -> Kernel:
+        backend, plan = self.decision.backend, self.plan
+        if plan is None:
+            raise BackendBuildError(f"{backend.name} has no split forward for {self.decision.plan}")
+        compiled = compiler.kernel_for(backend, plan)
+        dispatch.announce(replace(self.decision, plan=plan), compiled.origin)
+        launch = on_device(compiled.kernel, self.device, backend.exports)
+        return _aligning(launch, ("q", "k", "v"), backend.row_alignment)
+
+
+def bind_forward(kernel: Kernel, site: Site, has_lse: bool, splitter: Splitter) -> Forward:
     """(q, k, v, scale, batch, seqlen_q) -> (out, lse). batch and seqlen_q are passed because the caller has them."""
+    few, rule = splitter.query_tiles_max, splitter.rule
     launch = _aligning(kernel, ("q", "k", "v"), site.alignment)
     device, dtype, lse_dtype, heads_q = site.device, site.dtype, site.lse_dtype, site.heads_q
     tiled_v = _round_up(site.head_dim_v, site.unit)
@@ -103,6 +140,11 @@ def bind_forward(kernel: Kernel, site: Site, has_lse: bool) -> Forward:
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int) -> Outputs:
         out = torch.empty((batch, seqlen_q, heads_q, tiled_v), dtype=dtype, device=device)
         lse = torch.empty((batch, heads_q, seqlen_q), dtype=lse_dtype, device=device) if has_lse else None
+        if batch <= few and rule is not None:
+            splits = rule.count(batch, seqlen_q, k.shape[1])
+            if splits > 1:
+                splitter.launch(splits, (q, k, v, out, lse, scale))
+                return out, lse
         launch(q, k, v, out, lse, scale)
         return out, lse
 
@@ -203,5 +245,5 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
     site = (q.device, q.dtype)
     backwards = Backwards(problem, options.backend, site, options.return_lse) if needs_grad(q, k, v) else None
     decision, kernel = ready(problem, options.backend, q.device)
-    forward = bind_forward(kernel, site_of(*site, decision), decision.plan.lse)
+    forward = bind_forward(kernel, site_of(*site, decision), decision.plan.lse, Splitter(decision, q.device))
     return Call(forward, default_scale(problem.head_dim), options.return_lse, backwards)

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from ..spec import device as device_facts
-from ..spec import settings
-from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.mask import CAUSAL, FULL
 from ..spec.problem import FORWARD, Problem
+from . import emulation
 
 HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
 # Outside, scale * log2(e) leaves float32's normal range or overflows on ordinary scores.
@@ -133,6 +132,15 @@ def _check_kinds(tensors: dict[str, Any]) -> None:
         raise ValueError("q, k and v must be on one device, got " + ", ".join(f"{n} {d}" for n, d in devices.items()))
 
 
+def _check_tangents(tensors: dict[str, torch.Tensor]) -> None:
+    """Dual tensors outside autograd's reach would lose their tangent without a word."""
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise UnsupportedError(f"{name} carries a tangent: forward-mode derivatives are not built yet")
+
+
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     batch, _, heads_q, head_dim = q.shape
     if k.shape[0] != batch or v.shape[0] != batch:
@@ -164,6 +172,7 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
     """One ValueError, TypeError or UnsupportedError that names the value and the rule; nothing is returned."""
     _check_kinds({"q": q, "k": k, "v": v})
     _check_shapes(q, k, v)
+    _check_tangents({"q": q, "k": k, "v": v})
     _check_limits(q, v)
 
 
@@ -223,14 +232,6 @@ def alignment_faults(name: str, tensor: torch.Tensor, alignment: int) -> tuple[s
     return tuple(faults[:1])
 
 
-def describe_device(device: torch.device) -> Device:
-    """The device a problem is dispatched for: the tensors', or the emulated GPU that CPU tensors stand in for."""
-    arch = settings.current.emulate
-    if arch is not None and device.type == "cpu":
-        return device_facts.imagined(device_facts.ARCHES[arch], "emulated")
-    return device_facts.describe(device)
-
-
 def ieee_float32(dtype: torch.dtype) -> bool:
     """May float32 matmuls not round to TF32? allow_tf32 raises once the newer name was used: only that one is safe."""
     return dtype is not torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32"
@@ -245,7 +246,7 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
     named = (("q", q), ("k", k), ("v", v))
     return Problem(
         direction=FORWARD,
-        device=describe_device(q.device),
+        device=emulation.device_for(q.device),
         dtype=dtype_name(q.dtype),
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],

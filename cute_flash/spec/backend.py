@@ -9,6 +9,13 @@ q, dq   (batch, seqlen_q, heads_q, head_dim)         out, dout (batch, seqlen_q,
 k, dk   (batch, seqlen_k, heads_kv, head_dim)        lse, dlse (batch, heads_q, seqlen_q) float32 (float64 for float64)
 v, dv   (batch, seqlen_k, heads_kv, head_dim_v)      scale     a finite Python float > 0
 
+A backend may offer a second forward for calls whose query tiles are too few to fill the GPU (see `split`):
+
+    kernel(q, k, v, out, lse, scale, o_partial, lse_partial)
+
+o_partial   (splits, batch, heads_q, seqlen_q, Plan.head_dim_v) float32, scratch
+lse_partial (splits, batch, heads_q, seqlen_q) float32, scratch
+
 lse is None where Plan.lse is False, dlse where Plan.lse_grad is False. The office never calls a kernel with an empty
 batch, head or sequence dimension, and hands over tensors that keep the backend's `row_alignment`.
 """
@@ -36,6 +43,10 @@ class Backend(Protocol):
 
     def plan(self, problem: Problem) -> Plan:
         """What would run. Only called on problems that are not refused."""
+        ...
+
+    def split(self, plan: Plan) -> Plan | None:
+        """The plan that shares a query tile among CTAs, each with a run of keys; None where there is none."""
         ...
 
     def build(self, plan: Plan) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import cute_flash
 from cute_flash import UnsupportedError, attention
@@ -186,6 +187,15 @@ def test_double_backward_is_an_error_and_create_graph_alone_is_not():
     assert torch.equal(grad.detach(), plain)
     with pytest.raises(RuntimeError, match="double backward is not implemented"):
         grad.sum().backward()
+
+
+def test_forward_mode_derivatives_are_refused_and_not_lost():
+    q, k, v = qkv(requires_grad=False)
+    expected = attention(q, k, v)  # a warm call must notice too
+    with forward_ad.dual_level():
+        assert torch.equal(attention(q, k, v), expected)
+        with pytest.raises(UnsupportedError, match="v carries a tangent: forward-mode derivatives are not built"):
+            attention(q, k, forward_ad.make_dual(v, torch.ones_like(v)))
 
 
 def test_no_grad_keeps_no_graph():

@@ -1,8 +1,10 @@
 """Every Triton Plan compiles with no GPU and fits its capability's shared memory (and tensor memory)."""
 
 import importlib
+from dataclasses import replace
 
 import pytest
+import torch
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import CAUSAL, FULL, Mask
@@ -53,6 +55,61 @@ def test_matmuls_are_warpgroup_wide_on_hopper():
         plan_for(FORWARD, (9, 0), (128, 128))
     )
     assert "wgmma.mma_async" in kernels[0].asm["ptx"]
+
+
+class Recorder:
+    """Stands in for a kernel: kernel[grid](*arguments) only notes the arguments."""
+
+    def __init__(self):
+        self.arguments = ()
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *arguments, **options):
+        self.arguments = arguments
+
+
+@pytest.mark.parametrize("seqlen", [1, 64, 77])
+@pytest.mark.parametrize("heads_kv", [1, 3])
+def test_a_launch_finds_what_was_compiled_ahead(monkeypatch, seqlen, heads_kv):
+    """The source that Triton makes of a launch is the one compiled ahead, whatever the lengths and head counts."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    monkeypatch.setattr(triton, "compile", lambda source, **options: source)
+    q, out, *grads = (torch.empty(2, seqlen, 3, 64, dtype=torch.bfloat16) for _ in range(5))
+    k, v = (torch.empty(2, seqlen, heads_kv, 64, dtype=torch.bfloat16) for _ in range(2))
+    lse = torch.empty(2, 3, seqlen)
+    launches = {FORWARD: (q, k, v, out, lse, 0.1), BACKWARD: (out, q, k, v, out, lse, None, *grads, 0.1)}
+    names = {FORWARD: ["attention_forward"], BACKWARD: ["attention_backward_dq", "attention_backward_dkdv"]}
+    for direction, arguments in launches.items():
+        module = importlib.import_module(f"cute_flash.arch.triton.{direction}")
+        plan = plan_for(direction, (9, 0), (64, 64))
+        ahead = module.compile_ahead(plan)
+        launch = module.build(plan)
+        kernels = [getattr(module, name) for name in names[direction]]
+        recorders = [Recorder() for _ in kernels]
+        for name, recorder in zip(names[direction], recorders, strict=True):
+            monkeypatch.setattr(module, name, recorder)
+        launch(*arguments)
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        for kernel, recorder, source in zip(kernels, recorders, ahead, strict=True):
+            bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+            bound, specialization, options = bind(*recorder.arguments)
+            packed = kernel._pack_args(backend, {}, bound, specialization, options)
+            assert ASTSource(kernel, *packed[1:]).hash() == source.hash()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("width", LIMITS)
+def test_candidates_compile(direction, width):
+    plan = plan_for(direction, (9, 0), (width, width))
+    for tile in tiles.candidates(plan):
+        check(replace(plan, tile=tile))
 
 
 @pytest.mark.slow

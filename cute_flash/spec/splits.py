@@ -1,0 +1,33 @@
+"""When several CTAs should share a query tile, and how many: from sizes on the host, never from the device."""
+
+from dataclasses import dataclass
+
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """The split count of a call, for one Plan, head count and GPU."""
+
+    tile_m: int
+    tile_n: int
+    heads_q: int
+    sm_count: int
+
+    @property
+    def query_tiles_max(self) -> int:
+        """(query tiles of a head) * batch up to which a GPU is at most half full, so that splitting can help."""
+        return self.sm_count // (2 * self.heads_q)
+
+    def count(self, batch: int, seqlen_q: int, seqlen_k: int) -> int:
+        """How many CTAs share a query tile; 1 = no split. No CTA gets less than one key tile."""
+        query_tiles = batch * -(-seqlen_q // self.tile_m)
+        if query_tiles > self.query_tiles_max:
+            return 1
+        return max(1, min(-(-seqlen_k // self.tile_n), self.sm_count // (query_tiles * self.heads_q)))
+
+
+def rule_of(plan: Plan, heads_q: int, sm_count: int) -> SplitRule:
+    if plan.tile is None:
+        raise ValueError(f"a plan without a tile cannot be split: {plan}")
+    return SplitRule(plan.tile.tile_m, plan.tile.tile_n, heads_q, sm_count)
