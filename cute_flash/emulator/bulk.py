@@ -59,6 +59,7 @@ class Load(Operation):
         counters = self.warp.cta.launch.counters
         counters.l2_read += self.nbytes
         for cta, offset, barrier in self.targets:
+            cta.check_alive()
             counters.shared_written += self.nbytes
             _chunks(cta.shared, offset, rows, self.swizzle)
             barrier.complete(self.nbytes, self.clock)
@@ -141,6 +142,9 @@ class Groups:
     def older_than(self, lane: int, keep: int) -> list:
         groups = self.closed.get(lane, [])
         return groups[: len(groups) - keep] if keep else list(groups)
+
+    def unfinished(self) -> bool:
+        return any(self.open.values()) or any(any(groups) for groups in self.closed.values())
 
     def forget(self, lane: int, keep: int) -> None:
         groups = self.closed.get(lane, [])

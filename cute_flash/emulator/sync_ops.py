@@ -19,8 +19,8 @@ def _clock(w):
 
 
 def _acquire(w, released) -> None:
-    if w.cta.order is not None and released is not None:
-        w.cta.order.acquire(w, released)
+    if w.cta.order is not None and released is not None and w.cta.order.acquire(w, released):
+        w.cta.launch.counters.taught.add(w.instr().line)
 
 
 @effect("mbarrier")
