@@ -10,7 +10,7 @@ from .emit import type_bits
 from .errors import UnknownInstruction
 from .memory import check_alignment
 from .memory_ops import read, space_of, vector_of, write
-from .ptx import Instr, Kernel, Mem, Vec
+from .ptx import Instr, Kernel, Vec
 from .registers import LANES
 
 _OPS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec", "sub")
@@ -63,7 +63,6 @@ def atomic(i: Instr, kernel: Kernel):
     writers = _writers(i.args[0], bits) if has_result else []
     dtype, after = _dtype(kind), i.pc + 1
     unit = min(bits // 8, 8)
-    assert isinstance(args[0], Mem)
 
     def step(w, mask):
         addresses = where(w)

@@ -59,6 +59,7 @@ class Load(Operation):
         counters = self.warp.cta.launch.counters
         counters.l2_read += self.nbytes
         for cta, offset, barrier in self.targets:
+            cta.check_alive()
             counters.shared_written += self.nbytes
             _chunks(cta.shared, offset, rows, self.swizzle)
             barrier.complete(self.nbytes, self.clock)
@@ -141,6 +142,9 @@ class Groups:
     def older_than(self, lane: int, keep: int) -> list:
         groups = self.closed.get(lane, [])
         return groups[: len(groups) - keep] if keep else list(groups)
+
+    def unfinished(self) -> bool:
+        return any(self.open.values()) or any(any(groups) for groups in self.closed.values())
 
     def forget(self, lane: int, keep: int) -> None:
         groups = self.closed.get(lane, [])
@@ -407,7 +411,7 @@ class ThreadCopy(Operation):
         counters.l2_read += int(self.sizes.sum())
         shared, host = self.warp.cta.shared, self.warp.cta.host
         shared.check(self.addresses, self.nbytes)
-        for address, source, size in zip(self.addresses, self.sources, self.sizes):
+        for address, source, size in zip(self.addresses, self.sources, self.sizes, strict=False):
             shared.data[address : address + self.nbytes] = 0
             if size:
                 shared.data[address : address + size] = host.bytes_at(int(source), int(size))
@@ -452,7 +456,7 @@ def _async_arrive(i: Instr):
 
     def step(w, mask):
         active = access.pick(address(w), mask)
-        for where, lanes in zip(*np.unique(active, return_counts=True)):
+        for where, lanes in zip(*np.unique(active, return_counts=True), strict=False):
             barrier = w.cta.mbarrier(int(where), w)
             if increments:
                 barrier.pending += int(lanes)

@@ -49,6 +49,8 @@ class Counters:
     l2_written: int = 0
     atomics: int = 0
     ctas: int = 0
+    lines: set = field(default_factory=set)  # PTX lines executed
+    taught: set = field(default_factory=set)  # lines of waits that told their warp something new (with race detection)
 
     def shared(self, warp, nbytes: int, write: bool) -> None:
         if write:
@@ -59,9 +61,11 @@ class Counters:
     def add_hits(self, warp) -> None:
         """Fold a finished warp's step counts into classes."""
         total = self.instructions.setdefault(warp.index, Counter())
-        classes = warp.program.classes
+        program = warp.program
+        classes, instrs = program.classes, program.kernel.instrs
         for pc, times in enumerate(warp.hits):
             if times and classes[pc]:
+                self.lines.update(i.line for i in instrs[slice(*program.spans[pc])])
                 for name, count in classes[pc].items():
                     total[name] += count * times
 

@@ -28,7 +28,7 @@ DTYPES = {
     "P": np.bool_, "H": np.uint16, "I": np.int16, "E": np.float16, "R": np.uint32, "S": np.int32, "F": np.float32,
     "X": np.float16, "D": np.uint64, "L": np.int64, "G": np.float64, "V": np.float32, "W": np.uint32, "Q": np.uint64,
 }  # fmt: skip
-CLASS_OF_VIEW = dict(zip("PHIERSFXDLGVWQ", "PHHHRRRRDDDDDQ"))
+CLASS_OF_VIEW = dict(zip("PHIERSFXDLGVWQ", "PHHHRRRRDDDDDQ", strict=False))
 CLASS_BITS = {"P": 1, "H": 16, "R": 32, "D": 64, "Q": 128}
 WIDE = "XVW"  # views of 64 elements: two per lane
 
@@ -38,7 +38,7 @@ def type_bits(kind: str) -> int:
         return 1
     digits = "".join(c for c in kind.split("x")[0].lstrip("abcdefstu").split("_")[0] if c.isdigit())
     lanes = int(kind.split("x")[1]) if "x" in kind and kind.split("x")[1].isdigit() else 1
-    base = {"bf16": 16, "tf32": 32}.get(kind.split("x")[0], None)
+    base = {"bf16": 16, "tf32": 32}.get(kind.split("x")[0])
     return (base or int(digits)) * lanes
 
 
@@ -186,3 +186,10 @@ def operands(instr: Instr) -> list[Reg]:
     for arg in instr.args:
         walk(arg)
     return found
+
+
+def targets(instr: Instr) -> list[Reg]:
+    """The registers an instruction writes: those of its first operand, unless that is memory."""
+    first = instr.args[0] if instr.args else None
+    items = first.items if isinstance(first, Vec) else (first.first, first.second) if isinstance(first, Pair) else (first,)
+    return [item for item in items if isinstance(item, Reg)]

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import os
 import tempfile
 
 from .errors import EmulatorError
@@ -104,7 +103,6 @@ def apply(arch: str) -> contextlib.ExitStack:
     RUNTIME.library.emu_device(*CAPABILITY[arch], SMS[arch])
     stack = contextlib.ExitStack()
     try:
-        _environment(stack, arch, path)
         _settings(stack, arch, path)
         _calls(stack)
         _tensors(stack)
@@ -115,23 +113,8 @@ def apply(arch: str) -> contextlib.ExitStack:
     return stack
 
 
-def _environment(stack: contextlib.ExitStack, arch: str, path: str) -> None:
-    """For cutlass not imported yet: it reads these once."""
-    for name, value in (("CUTE_DSL_ARCH", arch), ("CUTE_DSL_LIBS", path)):
-        old = os.environ.get(name)
-        os.environ[name] = value
-        stack.callback(functools.partial(_restore_environment, name, old))
-
-
-def _restore_environment(name: str, old: str | None) -> None:
-    if old is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = old
-
-
 def _settings(stack: contextlib.ExitStack, arch: str, path: str) -> None:
-    """For cutlass imported before: the attributes it read them into. This is also how one process serves two architectures."""
+    """What CuTe-DSL reads from its environment, set where it keeps it: so one process serves several architectures."""
     from cutlass.base_dsl import env_manager, jit_executor
     from cutlass.cutlass_dsl import CuTeDSL
 

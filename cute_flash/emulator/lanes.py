@@ -97,7 +97,7 @@ def bf16_pair(word):
 
 
 def on_bf16x2(function, *words):
-    lows, highs = zip(*(bf16_pair(w) for w in words))
+    lows, highs = zip(*(bf16_pair(w) for w in words), strict=False)
     return bf16x2(function(*highs), function(*lows))
 
 
@@ -213,7 +213,7 @@ def mul_high(a, b):
     if a.dtype.itemsize == 4:
         wide = np.int64 if a.dtype.kind == "i" else np.uint64
         return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
-    product = [(int(x) * int(y)) >> 64 for x, y in zip(a, b)]
+    product = [(int(x) * int(y)) >> 64 for x, y in zip(a, b, strict=False)]
     return np.array([p & 0xFFFFFFFFFFFFFFFF for p in product], np.uint64).view(a.dtype)
 
 

@@ -32,6 +32,7 @@ class Options:
     race: bool = True
     resident: int = 4  # clusters in flight at once
     max_steps: int | None = None
+    strict_exit: bool = False  # a warp may not exit with bulk stores it has not waited for
 
     def __post_init__(self):
         if self.scheduler not in SCHEDULERS:
@@ -64,7 +65,13 @@ class Cta:
             return self
         if rank >= len(self.cluster.ctas):
             raise BadAccess(f"shared memory of rank {rank}, in a cluster of {len(self.cluster.ctas)}")
-        return self.cluster.ctas[rank]
+        found = self.cluster.ctas[rank]
+        found.check_alive()
+        return found
+
+    def check_alive(self) -> None:
+        if not self.live_warps():
+            raise BadAccess(f"shared memory of CTA {self.coords} is used from elsewhere after it has exited")
 
     def symbol(self, warp: Warp, name: str):
         kernel, launch = self.program.kernel, self.launch
@@ -153,6 +160,9 @@ class Cta:
 
     def warp_done(self, warp: Warp) -> None:
         self.launch.counters.add_hits(warp)
+        groups = warp.state.get("bulk")
+        if groups is not None and self.launch.options.strict_exit and groups.unfinished():
+            raise IllegalInstruction(f"{warp.describe()} exits with bulk stores it has not waited for")
         for named in self.named.values():
             if named.expected is None:
                 named.settle()

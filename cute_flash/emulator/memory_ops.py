@@ -80,7 +80,7 @@ def _load_param(i: Instr, targets, kind: str, size: int):
     def step(w, mask):
         base = int(address(w)[access.first(mask)])
         values = w.cta.host.bytes_at(base, size * len(writers)).view(dtype)
-        for value, write in zip(values, writers):
+        for value, write in zip(values, writers, strict=False):
             write(w, np.full(LANES, value), mask)
         return after
 

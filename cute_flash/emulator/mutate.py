@@ -71,7 +71,7 @@ def find_sites(ptx: str, kinds: Iterable[str] | None = None) -> list[Site]:
 class Outcome:
     site: Site
     noticed: bool
-    how: str  # the error's type, "wrong result", or ""
+    how: str  # the error's type, "wrong result", or why it survived: "not executed", "redundant" or "unexplained"
 
 
 @dataclass
@@ -84,17 +84,23 @@ class Report:
         noticed = Counter(o.site.kind for o in self.outcomes if o.noticed)
         return {kind: (noticed[kind], count) for kind, count in total.items()}
 
-    def survivors(self) -> list[Site]:
-        return [o.site for o in self.outcomes if not o.noticed]
+    def survivors(self) -> list[Outcome]:
+        return [o for o in self.outcomes if not o.noticed]
 
     def __str__(self) -> str:
         lines = [f"{kind}: {noticed}/{total}" for kind, (noticed, total) in self.by_kind().items()]
-        lines += [f"  survived: {site.kind} at line {site.line}: {site.text}" for site in self.survivors()]
+        lines += [f"  survived ({o.how}): {o.site.kind} at line {o.site.line}: {o.site.text}" for o in self.survivors()]
         return "\n".join(lines)
 
 
-def score(sites: Iterable[Site], attempt: Callable[[Callable[[str], str]], bool]) -> Report:
-    """Try every site dropped. `attempt` may raise an EmulatorError (noticed) or return whether the result was right."""
+def score(sites: Iterable[Site], attempt: Callable[[Callable[[str], str]], bool], counters: Iterable = ()) -> Report:
+    """Try every site dropped. `attempt` may raise an EmulatorError (noticed) or return whether the result was right.
+
+    `counters` of unharmed runs explain survivors: a site never executed, or a wait after which no warp ever knew more
+    than before it (the first pass over an empty ring, a second look at a phase already seen), cannot be noticed.
+    """
+    executed = set().union(*(c.lines for c in counters))
+    taught = set().union(*(c.taught for c in counters))
     report = Report()
     for site in sites:
         try:
@@ -102,5 +108,15 @@ def score(sites: Iterable[Site], attempt: Callable[[Callable[[str], str]], bool]
         except EmulatorError as error:
             report.outcomes.append(Outcome(site, True, type(error).__name__))
             continue
-        report.outcomes.append(Outcome(site, not right, "" if right else "wrong result"))
+        how = "wrong result" if not right else _why(site, executed, taught)
+        report.outcomes.append(Outcome(site, not right, how))
     return report
+
+
+def _why(site: Site, executed: set, taught: set) -> str:
+    if not executed:
+        return "unexplained"
+    if site.line not in executed:
+        return "not executed"
+    waits = ("mbarrier wait", "named barrier", "cluster barrier")
+    return "redundant" if site.kind in waits and site.line not in taught else "unexplained"

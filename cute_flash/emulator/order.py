@@ -100,8 +100,11 @@ class Order:
         warp.clock = clock.with_tick(warp.actor, self.epochs[warp.actor])
         return clock
 
-    def acquire(self, warp, clock: Clock) -> None:
-        warp.clock = warp.clock.joined(clock)
+    def acquire(self, warp, clock: Clock) -> bool:
+        """-> whether the warp learnt anything: a wait that never teaches anything can be dropped unnoticed."""
+        before, warp.clock = warp.clock, warp.clock.joined(clock)
+        known = before.ticks
+        return len(known) != len(warp.clock.ticks) or bool((known != warp.clock.ticks).any())
 
     def begin(self, warp, channel) -> tuple[int, int, Clock]:
         """An operation joins a channel: -> actor, epoch, and the clock it acts with."""

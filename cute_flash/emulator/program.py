@@ -10,7 +10,7 @@ import numpy as np
 
 from . import effects, formats, lanes, scalar, scalar_float  # noqa: F401  (scalar_float registers its emitters)
 from .counters import classify
-from .emit import CLASS_OF_VIEW, Emitter, operands
+from .emit import CLASS_OF_VIEW, Emitter, operands, targets
 from .memory import SHARED_WINDOW
 from .ptx import Instr, Kernel
 from .warp import ALL, NONE
@@ -20,11 +20,38 @@ _GLOBALS = {
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "i16": np.int16, "i32": np.int32, "i64": np.int64,
     "f16": np.float16, "f32": np.float32, "f64": np.float64,
 }  # fmt: skip
-for _name in (
-    "add subtract multiply true_divide negative absolute invert bitwise_and bitwise_or bitwise_xor logical_and logical_or"
-    " logical_xor logical_not left_shift right_shift minimum maximum fmin fmax equal not_equal less less_equal greater"
-    " greater_equal isnan where copyto copysign"
-).split():
+for _name in [
+    "add",
+    "subtract",
+    "multiply",
+    "true_divide",
+    "negative",
+    "absolute",
+    "invert",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "logical_not",
+    "left_shift",
+    "right_shift",
+    "minimum",
+    "maximum",
+    "fmin",
+    "fmax",
+    "equal",
+    "not_equal",
+    "less",
+    "less_equal",
+    "greater",
+    "greater_equal",
+    "isnan",
+    "where",
+    "copyto",
+    "copysign",
+]:
     _GLOBALS[_name] = getattr(np, _name)
 
 
@@ -48,6 +75,7 @@ class Program:
         self.part: list = [None] * (count + 1)
         self.visible = [False] * (count + 1)
         self.registers: list = [0] * (count + 1)  # bitmask of 32-bit registers a step touches
+        self.writes: list = [0] * (count + 1)  # and of those it writes
         self.classes: list = [None] * (count + 1)
         self.spans: list = [None] * (count + 1)
         self._build(self._leaders())
@@ -65,7 +93,7 @@ class Program:
     def _build(self, leaders: set) -> None:
         instrs = self.kernel.instrs
         starts = sorted(leader for leader in leaders if leader < len(instrs))
-        for start, stop in zip(starts, [*starts[1:], len(instrs)]):
+        for start, stop in zip(starts, [*starts[1:], len(instrs)], strict=False):
             first = instrs[start]
             self.spans[start] = (start, stop)
             if scalar.lookup(first) is None and first.parts[0] not in ("bra",):
@@ -79,16 +107,20 @@ class Program:
         step, visible = effects.build(instr, self.kernel)
         self.full[instr.pc] = self.part[instr.pc] = step
         self.visible[instr.pc] = visible
+        self._note(instr.pc, instr)
+
+    def _note(self, pc: int, instr: Instr) -> None:
         for reg in operands(instr):
             if reg.cls == "R":
-                self.registers[instr.pc] |= 1 << reg.index
+                self.registers[pc] |= 1 << reg.index
+        for reg in targets(instr):
+            if reg.cls == "R" and instr.parts[0] != "wgmma":
+                self.writes[pc] |= 1 << reg.index
 
     def _segment(self, start: int, stop: int) -> None:
         instrs = self.kernel.instrs[start:stop]
         for instr in instrs:
-            for reg in operands(instr):
-                if reg.cls == "R":
-                    self.registers[start] |= 1 << reg.index
+            self._note(start, instr)
         self.full[start] = _Lazy(self, start, stop, masked=False)
         self.part[start] = _Lazy(self, start, stop, masked=True)
 

@@ -274,7 +274,7 @@ class _Body:
         self.kernel.instrs.append(instr)
         if instr.parts[0] in ("bra", "brx"):
             operands = _split(rest)
-            self.pending.append((instr, operands[-1], [dict_ for dict_ in self.label_scopes]))
+            self.pending.append((instr, operands[-1], list(self.label_scopes)))
             if instr.parts[0] == "brx":
                 instr.args = [self._operand(operands[0])]
         elif instr.parts[0] == "call":

@@ -7,7 +7,6 @@ import numpy as np
 from . import access
 from .barriers import ClusterWait, MBarrierWait, NamedBarrierWait
 from .effects import effect
-from .emit import CLASS_BITS
 from .errors import UnknownInstruction
 from .ptx import Instr, Kernel, Mem, Reg
 from .registers import LANES
@@ -20,8 +19,8 @@ def _clock(w):
 
 
 def _acquire(w, released) -> None:
-    if w.cta.order is not None and released is not None:
-        w.cta.order.acquire(w, released)
+    if w.cta.order is not None and released is not None and w.cta.order.acquire(w, released):
+        w.cta.launch.counters.taught.add(w.instr().line)
 
 
 @effect("mbarrier")
@@ -39,7 +38,7 @@ def _groups(addresses: np.ndarray, mask):
     if (active == active[0]).all():
         return [(int(active[0]), len(active))]
     values, counts = np.unique(active, return_counts=True)
-    return [(int(v), int(c)) for v, c in zip(values, counts)]
+    return [(int(v), int(c)) for v, c in zip(values, counts, strict=False)]
 
 
 def _init(i: Instr):
@@ -268,11 +267,8 @@ def _query_cancel(i: Instr):
         low, high = quad[0::2], quad[1::2]
         xyz = [low >> np.uint64(32), high & np.uint64(0xFFFFFFFF), high >> np.uint64(32)]
         chosen = [xyz["xyz".index(only)]] if only else [*xyz, np.zeros(LANES, np.uint64)]
-        for put, value in zip(puts, chosen):
+        for put, value in zip(puts, chosen, strict=False):
             put(w, value, mask)
         return after
 
     return step
-
-
-assert CLASS_BITS["Q"] == 128  # a cancel response is one b128 register

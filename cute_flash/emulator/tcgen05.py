@@ -82,7 +82,8 @@ class _SpaceWait:
 
 def _meet(w, what: str) -> bool:
     """One warp of each CTA of a pair gets here together; False while the other is missing."""
-    ctas, order = pair_of(w.cta), w.cta.order
+    even = w.cta.rank & ~1
+    ctas, order = w.cta.cluster.ctas[even : even + 2], w.cta.order
     meeting = w.cta.cluster.rendezvous.setdefault((what, ctas[0].rank), {"count": {}, "clock": None})
     if w.fragment.token is None:
         number = meeting["count"].get(w.cta, 0) + 1
@@ -345,6 +346,8 @@ class Commit(Operation):
 
     def run(self) -> None:
         for barrier in self.barriers:
+            if barrier.cta is not self.warp.cta:
+                barrier.cta.check_alive()
             barrier.arrive(1, self.clock)
 
 

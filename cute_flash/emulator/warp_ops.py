@@ -121,7 +121,7 @@ def elect(i: Instr, kernel: Kernel):
         leader = access.first(mask) if members is None else int(np.argmax(members & w.fragment.lanes()))
         if put_lane:
             put_lane(w, np.full(LANES, leader, np.uint32), mask)
-        put_pred(w, _LANE == leader, mask)
+        put_pred(w, leader == _LANE, mask)
 
     return collective(i, i.args[1], body)
 

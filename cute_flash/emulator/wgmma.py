@@ -13,7 +13,8 @@ import numpy as np
 from . import access, descriptors, formats
 from .effects import effect
 from .engine import Operation
-from .errors import IllegalInstruction, UnknownInstruction
+from .emit import operands
+from .errors import IllegalInstruction, Race, UnknownInstruction
 from .order import GRANULE
 from .ptx import Imm, Instr, Kernel, Vec
 from .warp import BLOCKED
@@ -42,7 +43,10 @@ def _fence(i: Instr):
     after = i.pc + 1
 
     def step(w, mask):
-        return after if w.converged(mask) else w.wait_for_lanes()
+        if not w.converged(mask):
+            return w.wait_for_lanes()
+        w.unfenced = 0
+        return after
 
     return step
 
@@ -175,6 +179,8 @@ def _mma(i: Instr):
     def step(w, mask):
         if not w.converged(mask) or mask is not True:
             return w.wait_for_lanes()
+        if w.unfenced & spec.registers:
+            _report_unfenced(w, i, spec)
         number = w.state.get("wgmma issued", 0)
         if len(w.cta.warps) < w.index // 4 * 4 + 4:
             raise w.fail(IllegalInstruction, "wgmma needs a whole warpgroup of four warps")
@@ -196,6 +202,12 @@ def _mma(i: Instr):
         return after
 
     return step
+
+
+def _report_unfenced(w, i: Instr, spec: Spec) -> None:
+    late = w.unfenced & spec.registers
+    names = [r.name for r in operands(i) if r.cls == "R" and late >> r.index & 1]
+    raise w.fail(Race, f"no wgmma.fence after the last write of {', '.join(names[:8])}, which this wgmma uses")
 
 
 def _commit(i: Instr):

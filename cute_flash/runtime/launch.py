@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..spec.errors import BackendBuildError
+from ..spec.mask import FULL
 from ..spec.problem import Problem
 from ..spec.splits import SplitRule, rule_of
 from . import compiler, dispatch, report
@@ -130,22 +131,77 @@ class Splitter:
         return _aligning(launch, ("q", "k", "v"), backend.row_alignment)
 
 
-def bind_forward(kernel: Kernel, site: Site, has_lse: bool, splitter: Splitter) -> Forward:
-    """(q, k, v, scale, batch, seqlen_q) -> (out, lse). batch and seqlen_q are passed because the caller has them."""
+def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[..., None]:
+    """(batch, seqlen_q, operands) -> nothing; operands are (q, k, v, out, lse, scale)."""
+    launch = _aligning(kernel, ("q", "k", "v"), alignment)
     few, rule = splitter.query_tiles_max, splitter.rule
-    launch = _aligning(kernel, ("q", "k", "v"), site.alignment)
+
+    def run(batch: int, seqlen_q: int, operands: tuple[Any, ...]) -> None:
+        if batch <= few and rule is not None:
+            splits = rule.count(batch, seqlen_q, operands[1].shape[1])
+            if splits > 1:
+                splitter.launch(splits, operands)
+                return
+        launch(*operands)
+
+    return run
+
+
+class GroupRows:
+    """One query row a head: the query heads of a group become rows of one tile, so K and V are read once a group.
+
+    A single row, aligned bottom-right, sees every key: causal or not, the mask is full.
+    """
+
+    def __init__(self, decision: Decision, forced: str | None, device: torch.device) -> None:
+        problem = decision.problem
+        self.problem = replace(problem, mask=FULL, heads_q=problem.heads_kv, unaligned=())
+        self.group, self.heads_kv = problem.group, problem.heads_kv
+        self.forced, self.device = forced, device
+        self._run: Callable[..., None] | None = None
+
+    def _bind(self) -> Callable[..., None]:
+        decision, kernel = ready(self.problem, self.forced, self.device)
+        return bind_run(kernel, decision.backend.row_alignment, Splitter(decision, self.device))
+
+    def run(self, batch: int, operands: tuple[Any, ...]) -> None:
+        """operands: (q, k, v, out, lse, scale) with seqlen_q = 1."""
+        if self._run is None:
+            self._run = self._bind()
+        q, k, v, out, lse, scale = operands
+        if lse is not None:
+            lse = lse.view(batch, self.heads_kv, self.group)
+        self._run(batch, self.group, (self._as_rows(q), k, v, self._as_rows(out), lse, scale))
+
+    def _as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(batch, 1, heads_kv * group, width) seen as (batch, group, heads_kv, width)."""
+        batch, _, _, width = tensor.shape
+        along_batch, _, along_heads, along_width = tensor.stride()
+        strides = (along_batch, along_heads, along_heads * self.group, along_width)
+        return tensor.as_strided((batch, self.group, self.heads_kv, width), strides)
+
+
+def group_rows(decision: Decision, forced: str | None, device: torch.device) -> GroupRows | None:
+    """Where a backend splits keys, it also packs groups; elsewhere a row a head is what the kernel expects."""
+    worth = decision.problem.group > 1 and decision.backend.split(decision.plan) is not None
+    return GroupRows(decision, forced, device) if worth else None
+
+
+def bind_forward(
+    kernel: Kernel, site: Site, has_lse: bool, splitter: Splitter, rows: GroupRows | None = None
+) -> Forward:
+    """(q, k, v, scale, batch, seqlen_q) -> (out, lse). batch and seqlen_q are passed because the caller has them."""
+    run = bind_run(kernel, site.alignment, splitter)
     device, dtype, lse_dtype, heads_q = site.device, site.dtype, site.lse_dtype, site.heads_q
     tiled_v = _round_up(site.head_dim_v, site.unit)
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int) -> Outputs:
         out = torch.empty((batch, seqlen_q, heads_q, tiled_v), dtype=dtype, device=device)
         lse = torch.empty((batch, heads_q, seqlen_q), dtype=lse_dtype, device=device) if has_lse else None
-        if batch <= few and rule is not None:
-            splits = rule.count(batch, seqlen_q, k.shape[1])
-            if splits > 1:
-                splitter.launch(splits, (q, k, v, out, lse, scale))
-                return out, lse
-        launch(q, k, v, out, lse, scale)
+        if seqlen_q == 1 and rows is not None:
+            rows.run(batch, (q, k, v, out, lse, scale))
+        else:
+            run(batch, seqlen_q, (q, k, v, out, lse, scale))
         return out, lse
 
     pad, pad_v = _round_up(site.head_dim, site.unit) - site.head_dim, tiled_v - site.head_dim_v
@@ -245,5 +301,11 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
     site = (q.device, q.dtype)
     backwards = Backwards(problem, options.backend, site, options.return_lse) if needs_grad(q, k, v) else None
     decision, kernel = ready(problem, options.backend, q.device)
-    forward = bind_forward(kernel, site_of(*site, decision), decision.plan.lse, Splitter(decision, q.device))
+    forward = bind_forward(
+        kernel,
+        site_of(*site, decision),
+        decision.plan.lse,
+        Splitter(decision, q.device),
+        group_rows(decision, options.backend, q.device),
+    )
     return Call(forward, default_scale(problem.head_dim), options.return_lse, backwards)

@@ -64,6 +64,7 @@ def _fa4_blackwell(head_dim: int, causal: bool, group: int, two_cta: bool):
 def quack_gemm(monkeypatch, arch: str, a, b, d, tile: tuple, cluster: tuple, **options):
     """D = A B^T by quack's GEMM for `arch`, told which GPU it is on; emulation must be on."""
     monkeypatch.setenv("QUACK_ARCH", arch)
+    monkeypatch.setenv("CUTE_DSL_ARCH", arch)
     import quack.cache
     from quack import cute_dsl_utils
     from quack.gemm import _gemm_plan_cache, gemm

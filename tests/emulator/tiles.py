@@ -36,7 +36,9 @@ class HopperTile:
         q_atom, mQ = cpasync.make_tiled_tma_atom(load, q, cute.slice_(q_layout, (None, None, 0)), (M, D))
         k_atom, mK = cpasync.make_tiled_tma_atom(load, k, cute.slice_(k_layout, (None, None, 0)), (N, D))
         grid = (cute.ceil_div(q.shape[0], M), 1, 1)
-        self.kernel(q_atom, mQ, k_atom, mK, s, mma, q_layout, k_layout).launch(grid=grid, block=(384, 1, 1), stream=stream)
+        self.kernel(q_atom, mQ, k_atom, mK, s, mma, q_layout, k_layout).launch(
+            grid=grid, block=(384, 1, 1), stream=stream
+        )
 
     @cute.kernel
     def kernel(
@@ -63,7 +65,11 @@ class HopperTile:
             barrier_storage=bars, num_stages=1, producer_group=_group(), consumer_group=_group(8), tx_count=size_q
         )
         pipe_k = pipeline.PipelineTmaAsync.create(
-            barrier_storage=bars + 2, num_stages=STAGES, producer_group=_group(), consumer_group=_group(8), tx_count=size_k
+            barrier_storage=bars + 2,
+            num_stages=STAGES,
+            producer_group=_group(),
+            consumer_group=_group(8),
+            tx_count=size_k,
         )
         one = cute.make_layout(1)
         gQ = cute.local_tile(mQ, (M, D), (block, 0))
@@ -80,7 +86,9 @@ class HopperTile:
                 cute.copy(q_atom, tQg, tQs[None, 0], tma_bar_ptr=pipe_q.producer_get_barrier(q_state))
                 for j in cutlass.range(tiles, unroll=1):
                     pipe_k.producer_acquire(k_state)
-                    cute.copy(k_atom, tKg[None, j], tKs[None, k_state.index], tma_bar_ptr=pipe_k.producer_get_barrier(k_state))
+                    cute.copy(
+                        k_atom, tKg[None, j], tKs[None, k_state.index], tma_bar_ptr=pipe_k.producer_get_barrier(k_state)
+                    )
                     k_state.advance()
         else:
             cute.arch.setmaxregister_increase(240)
@@ -121,7 +129,9 @@ class BlackwellTile:
         q_atom, mQ = cute.nvgpu.make_tiled_tma_atom_A(load, q, cute.select(q_layout, mode=[0, 1, 2]), (M, N, D), mma)
         k_atom, mK = cute.nvgpu.make_tiled_tma_atom_B(load, k, cute.select(k_layout, mode=[0, 1, 2]), (M, N, D), mma)
         grid = (cute.ceil_div(q.shape[0], M), 1, 1)
-        self.kernel(q_atom, mQ, k_atom, mK, s, mma, q_layout, k_layout).launch(grid=grid, block=(192, 1, 1), stream=stream)
+        self.kernel(q_atom, mQ, k_atom, mK, s, mma, q_layout, k_layout).launch(
+            grid=grid, block=(192, 1, 1), stream=stream
+        )
 
     @cute.kernel
     def kernel(
@@ -142,14 +152,20 @@ class BlackwellTile:
         sQ = smem.allocate_tensor(BFloat16, q_layout.outer, 1024, q_layout.inner)
         sK = smem.allocate_tensor(BFloat16, k_layout.outer, 1024, k_layout.inner)
         bars = smem.allocate_array(Int64, 2 + 2 * STAGES + 4)
-        tmem = TmemAllocator(barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=1, num_threads=160), allocator_warp_id=0)
+        tmem = TmemAllocator(
+            barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=1, num_threads=160), allocator_warp_id=0
+        )
         size_q = cute.size_in_bytes(BFloat16, cute.select(q_layout, mode=[0, 1, 2]))
         size_k = cute.size_in_bytes(BFloat16, cute.select(k_layout, mode=[0, 1, 2]))
         pipe_q = pipeline.PipelineTmaUmma.create(
             barrier_storage=bars, num_stages=1, producer_group=_group(), consumer_group=_group(), tx_count=size_q
         )
         pipe_k = pipeline.PipelineTmaUmma.create(
-            barrier_storage=bars + 2, num_stages=STAGES, producer_group=_group(), consumer_group=_group(), tx_count=size_k
+            barrier_storage=bars + 2,
+            num_stages=STAGES,
+            producer_group=_group(),
+            consumer_group=_group(),
+            tx_count=size_k,
         )
         pipe_s = pipeline.PipelineUmmaAsync.create(
             barrier_storage=bars + 2 + 2 * STAGES, num_stages=2, producer_group=_group(), consumer_group=_group(128)
@@ -170,7 +186,9 @@ class BlackwellTile:
             cute.copy(q_atom, tQg, tQs[None, 0], tma_bar_ptr=pipe_q.producer_get_barrier(q_state))
             for j in cutlass.range(tiles, unroll=1):
                 pipe_k.producer_acquire(k_state)
-                cute.copy(k_atom, tKg[None, j], tKs[None, k_state.index], tma_bar_ptr=pipe_k.producer_get_barrier(k_state))
+                cute.copy(
+                    k_atom, tKg[None, j], tKs[None, k_state.index], tma_bar_ptr=pipe_k.producer_get_barrier(k_state)
+                )
                 k_state.advance()
             pipe_k.producer_tail(k_state)
         if warp == 4:
