@@ -25,7 +25,16 @@ from .load import TmaSource, load_forward, tile_copy
 from .mask import mask_scores
 from .memory import ForwardLayouts, forward_layouts, forward_storage
 from .mma import ForwardMmas, Fragments, issue_output, issue_scores, make_fragments
-from .pipeline import ForwardPipelines, grant_first_turn, open_forward, pass_turn, wait_full, wait_turn
+from .pipeline import (
+    ForwardPipelines,
+    Turn,
+    grant_first_turn,
+    open_forward,
+    pass_turn,
+    turn_of,
+    wait_full,
+    wait_turn,
+)
 from .schedule import WARPGROUP, forward_schedule
 from .softmax import finish, rescale_output, softmax_step
 
@@ -55,7 +64,7 @@ class MmaContext(NamedTuple):
     state: RowState
     scale_log2: Float32
     thread: Int32  # among the MMA threads
-    warpgroup: Int32
+    turn: Turn
     row_start: Int32
     seqlens: tuple
 
@@ -165,15 +174,15 @@ class ForwardSm90:
                 )
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
-            mma_thread = thread - WARPGROUP
-            frags = make_fragments(self.mmas, (s_q, s_k, s_v), mma_thread)
+            mma_thread, group = thread - WARPGROUP, warp // 4 - 1
+            frags = make_fragments(self.mmas, (s_q, s_k, s_v), group)
             context = MmaContext(
                 pipes=pipes,
                 frags=frags,
                 state=make_row_state(2),
                 scale_log2=scale_log2,
                 thread=mma_thread,
-                warpgroup=warp // 4 - 1,
+                turn=turn_of(group, schedule),
                 row_start=row_start,
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
             )
@@ -199,7 +208,7 @@ class ForwardSm90:
         k_state = pipelines.make_pipeline_state(consumer, self.tile.stages)
         v_state = pipelines.make_pipeline_state(consumer, self.tile.stages)
         frags.o.fill(0.0)
-        grant_first_turn(context.warpgroup, self.schedule)
+        grant_first_turn(context.turn, self.schedule)
         if tiles.last > tiles.first:
             pipes.q.consumer_wait(pipelines.make_pipeline_state(consumer, 1))
             wait_full(pipes.k, k_state)
@@ -237,11 +246,11 @@ class ForwardSm90:
         """Scores of `key_tile` and O += P V of the tile before are in flight together; the softmax runs under P V."""
         pipes, frags = context.pipes, context.frags
         wait_full(pipes.k, k_state)
-        wait_turn(context.warpgroup, self.schedule)
+        wait_turn(context.turn, self.schedule)
         issue_scores(self.mmas, frags, k_state.index)
         wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
-        pass_turn(context.warpgroup, self.schedule)
+        pass_turn(context.turn, self.schedule)
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
         self.probabilities(context, key_tile, masked)
