@@ -18,7 +18,7 @@ from cute_flash.spec.plan import Plan
 from ..common.blocks import KeyTiles, key_tiles, part_of
 from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E, pack_fragment
-from ..common.order import WorkTile, head_by_head, longest_first, tile_count
+from ..common.order import WorkTile, head_by_head, longest_first, rounds_of, tile_count
 from ..common.rowstate import RowState, make_row_state, reset
 from .epilogue import OutputRoom, OutputShape, store_lse, store_output, store_partial, wait_output
 from .load import TmaSource, load_forward, tile_copy
@@ -194,14 +194,13 @@ class ForwardSm90:
 
     @cute.jit
     def load_role(self, pipes: ForwardPipelines, sources: Sources, smem: tuple, sizes: Sizes, splits: Int32):
-        block, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
+        rounds = rounds_of(self._units(sizes, splits))
         s_q, s_k, s_v = smem
         q_box, k_box = (self.tile.tile_m, self.width_qk), (self.tile.tile_n, self.width_qk)
         v_box = (self.width_v, self.tile.tile_n)
         q_state, k_state, v_state = forward_states(pipelines.PipelineUserType.Producer, self.tile.stages)
-        for step in cutlass.range((self._units(sizes, splits) - block + ctas - 1) // ctas, unroll=1):
-            unit = self._unit(block + step * ctas, sizes, splits)
+        for step in cutlass.range(rounds.count, unroll=1):
+            unit = self._unit(rounds.unit(step), sizes, splits)
             work = unit.work
             q_state, k_state, v_state = load_forward(
                 pipes,
@@ -215,14 +214,13 @@ class ForwardSm90:
     @cute.jit
     def mma_role(self, context: MmaContext, room: OutputRoom, results: tuple, sizes: Sizes, splits: Int32):
         """`results`: (lse, o_partial), see kernel."""
-        block, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
+        rounds = rounds_of(self._units(sizes, splits))
         frags, state, thread, tile_m = context.frags, context.state, context.thread, self.tile.tile_m
         lse, o_partial = results
         q_state, k_state, v_state = forward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
         grant_first_turn(context.turn, self.schedule)
-        for step in cutlass.range((self._units(sizes, splits) - block + ctas - 1) // ctas, unroll=1):
-            unit = self._unit(block + step * ctas, sizes, splits)
+        for step in cutlass.range(rounds.count, unroll=1):
+            unit = self._unit(rounds.unit(step), sizes, splits)
             context.pipes.q.consumer_wait(q_state)
             q_state, k_state, v_state = self.attend(context, (q_state, k_state, v_state), unit)
             finish(frags.o, state)
