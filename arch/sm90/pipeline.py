@@ -53,6 +53,11 @@ def open_forward(storage, layouts: ForwardLayouts, stages: int, dtype: type, sch
     return opened
 
 
+def forward_states(role: pipelines.PipelineUserType, stages: int) -> tuple:
+    """Where a role stands in the rings of Q, K and V."""
+    return tuple(pipelines.make_pipeline_state(role, slots) for slots in (1, stages, stages))
+
+
 def wait_full(pipe: pipelines.PipelineTmaAsync, state: pipelines.PipelineState):
     """A first try before the loop that suspends: 1 to 2% of the forward, where the data is mostly there already."""
     pipe.consumer_wait(state, pipe.consumer_try_wait(state))

@@ -41,10 +41,16 @@ def width(head_dim: int) -> int:
     return -(-head_dim // WIDTH_STEP) * WIDTH_STEP
 
 
-def forward_smem_bytes(tile: Tile, width_qk: int, width_v: int) -> int:
-    """Shared memory of a forward CTA: Q (its room serves O later), the K and V rings, barriers."""
-    rows = max(width_qk, width_v) * tile.tile_m + tile.stages * tile.tile_n * (width_qk + width_v)
-    return 2 * rows + 1024 + 8 * (4 * tile.stages + 2)
+def forward_smem_bytes(tile: Tile, width_qk: int, width_v: int, o_apart: bool = False) -> int:
+    """Shared memory of a forward CTA: Q and O (in one room or apart), the K and V rings, barriers."""
+    width_qo = width_qk + width_v if o_apart else max(width_qk, width_v)
+    elements = width_qo * tile.tile_m + tile.stages * tile.tile_n * (width_qk + width_v)
+    return 2 * elements + 1024 + 8 * (4 * tile.stages + 2)
+
+
+def o_apart(tile: Tile, width_qk: int, width_v: int) -> bool:
+    """O has a room of its own where it fits: then the next tile's Q is loaded while O leaves."""
+    return forward_smem_bytes(tile, width_qk, width_v, o_apart=True) <= SMEM_LIMIT
 
 
 def forward_registers(tile: Tile, width_v: int) -> int:
