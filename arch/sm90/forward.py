@@ -38,7 +38,7 @@ from .pipeline import (
 )
 from .schedule import WARPGROUP, forward_schedule
 from .softmax import finish, rescale_output, softmax_step
-from .tiles import o_apart
+from .tiles import o_apart, persistent_keys
 
 
 class Sources(NamedTuple):
@@ -90,7 +90,8 @@ class ForwardSm90:
         self.dtype = dtype
         self.schedule = forward_schedule(plan.tile, plan.head_dim_v)
         self.mmas = ForwardMmas(plan.tile, plan.head_dim_v, dtype)
-        self.ctas = plan.ctas
+        self.max_ctas = plan.ctas
+        self.persistent_keys = persistent_keys(plan.head_dim_v, str(plan.mask))
         self.o_apart = o_apart(plan.tile, plan.head_dim, plan.head_dim_v)
         self.output_shape = OutputShape(plan.head_dim_v, self.schedule.mma_threads, self.o_apart)
 
@@ -126,10 +127,16 @@ class ForwardSm90:
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
         splits = 1 if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
         self.kernel(sources, lse, o_partial, scale * LOG2_E, sizes, layouts).launch(
-            grid=(cutlass.min(self._units(sizes, splits), self.ctas), 1, 1),
+            grid=(self._ctas(sizes, splits), 1, 1),
             block=(self.schedule.threads, 1, 1),
             stream=stream,
         )
+
+    @cute.jit
+    def _ctas(self, sizes: Sizes, splits: Int32) -> Int32:
+        units = self._units(sizes, splits)
+        stay = cutlass.min(units, self.max_ctas)
+        return stay if sizes.seqlen_k <= self.persistent_keys else units
 
     def _units(self, sizes: Sizes, splits: Int32) -> Int32:
         return splits * tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
