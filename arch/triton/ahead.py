@@ -9,12 +9,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cute_flash.spec.plan import Plan
+from cute_flash.spec.plan import Tile
 
 from .operands import Operand, Spec
 
 POINTER = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 ALIGNED = [["tt.divisibility", 16]]
+
+
+def launch_options(tile: Tile) -> dict[str, int]:
+    return {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def _constant(value: Any) -> bool:
@@ -38,11 +42,11 @@ def operand_types(dtype: str) -> Operand:
     return Operand(POINTER[dtype], "i32", "i32", "i32", 1)
 
 
-def compile_kernel(kernel: Any, arguments: tuple[Any, ...], plan: Plan) -> Any:
+def compile_kernel(kernel: Any, arguments: tuple[Any, ...], arch: str, tile: Tile) -> Any:
     """`arguments` = Triton's name of a type for each parameter, in tuples as they are passed, or a constant's value."""
     leaves = _leaves(arguments)
     aligned = [path for path, value in leaves if not _constant(value) and (len(path) > 1 or value.startswith("*"))]
-    major, minor = plan.arch.split(".")
+    major, minor = arch.split(".")
     return triton.compile(
         ASTSource(
             kernel,
@@ -51,5 +55,5 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], plan: Plan) -> Any:
             attrs=dict.fromkeys(aligned, ALIGNED),
         ),
         target=GPUTarget("cuda", int(major) * 10 + int(minor), 32),
-        options={"num_warps": plan.tile.warps, "num_stages": plan.tile.stages},
+        options=launch_options(tile),
     )

@@ -110,6 +110,8 @@ def test_candidates_compile(direction, width):
     plan = plan_for(direction, (9, 0), (width, width))
     for tile in tiles.candidates(plan):
         check(replace(plan, tile=tile))
+    for tile in tiles.candidates(plan, dq=True) if direction == BACKWARD else ():
+        check(tiles.with_dq_tile(plan, tile))
 
 
 @pytest.mark.slow
