@@ -31,6 +31,13 @@ def _leaves(value: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...
     return [leaf for index, item in enumerate(value) for leaf in _leaves(item, (*path, index))]
 
 
+def _constants_attributes(leaves: list[tuple[tuple[int, ...], Any]]) -> dict[tuple[int, ...], list[Any]]:
+    """From 3.7 on Triton lists top-level constants too, with no attribute; its cache key has the whole text, in order."""
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7):
+        return {}
+    return {path: [] for path, value in leaves if len(path) == 1 and _constant(value)}
+
+
 def _types(value: Any) -> Any:
     if not isinstance(value, tuple):
         return "constexpr" if _constant(value) else value
@@ -52,7 +59,7 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], arch: str, tile: Til
             kernel,
             signature=dict(zip(kernel.arg_names, _types(arguments), strict=True)),
             constexprs={path: value for path, value in leaves if _constant(value)},
-            attrs=dict.fromkeys(aligned, ALIGNED),
+            attrs=dict(sorted((_constants_attributes(leaves) | dict.fromkeys(aligned, ALIGNED)).items())),
         ),
         target=GPUTarget("cuda", int(major) * 10 + int(minor), 32),
         options=launch_options(tile),
