@@ -191,5 +191,7 @@ def operands(instr: Instr) -> list[Reg]:
 def targets(instr: Instr) -> list[Reg]:
     """The registers an instruction writes: those of its first operand, unless that is memory."""
     first = instr.args[0] if instr.args else None
-    items = first.items if isinstance(first, Vec) else (first.first, first.second) if isinstance(first, Pair) else (first,)
+    items = (
+        first.items if isinstance(first, Vec) else (first.first, first.second) if isinstance(first, Pair) else (first,)
+    )
     return [item for item in items if isinstance(item, Reg)]

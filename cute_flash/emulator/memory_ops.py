@@ -119,7 +119,7 @@ def _store_async(i: Instr):
     sources = i.args[1].items if isinstance(i.args[1], Vec) else (i.args[1],)
     readers = [access.row(s, _register_kind(s, kind)) for s in sources]
     address, barrier, after = access.address(i.args[0]), access.address(i.args[2]), i.pc + 1
-    from .bulk import RemoteStore
+    from .copies import RemoteStore
 
     def step(w, mask):
         values = np.stack([r(w) for r in readers], axis=1)

@@ -232,7 +232,7 @@ def cluster_launch_control(i: Instr, kernel: Kernel):
 
 
 def _try_cancel(i: Instr):
-    from .bulk import CancelResponse
+    from .copies import CancelResponse
 
     address, barrier, after = access.address_scalar(i.args[0]), access.address_scalar(i.args[1]), i.pc + 1
     everywhere = any("multicast" in p for p in i.parts)

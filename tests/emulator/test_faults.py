@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from foreign import fa4_forward
-from test_foreign_attention import check_forward
+from .foreign import fa4_forward
+from .test_foreign_attention import check_forward
 
 from cute_flash.emulator import Deadlock, IllegalInstruction, Race, emulate
 
@@ -14,7 +14,7 @@ from cute_flash.emulator import Deadlock, IllegalInstruction, Race, emulate
 @functools.lru_cache(None)
 def tile(arch: str, options: str = ""):
     with emulate(arch):
-        from tiles import compile_tile
+        from .tiles import compile_tile
 
         return compile_tile(arch, options)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from foreign import fa4_forward
+from .foreign import fa4_forward
 
 from cute_flash.emulator import emulate
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from foreign import quack_gemm
+from .foreign import quack_gemm
 
 from cute_flash.emulator import emulate
 

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.utils import LayoutEnum
-from foreign import fake
+from .foreign import fake
 
 M, N, D, STAGES = 128, 128, 64, 2
 USER = pipeline.PipelineUserType
