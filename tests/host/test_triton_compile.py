@@ -1,7 +1,6 @@
 """Every Triton Plan compiles with no GPU and fits its capability's shared memory (and tensor memory)."""
 
 import importlib
-from dataclasses import replace
 
 import pytest
 import torch
@@ -111,17 +110,6 @@ def test_a_launch_finds_what_was_compiled_ahead(monkeypatch, seqlen, heads_kv, w
             bound, specialization, options = bind(*recorder.arguments)
             packed = kernel._pack_args(backend, {}, bound, specialization, options)
             assert ASTSource(kernel, *packed[1:]).hash() == source.hash()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
-@pytest.mark.parametrize("width", LIMITS)
-def test_candidates_compile(direction, width):
-    plan = plan_for(direction, (9, 0), (width, width))
-    for tile in tiles.candidates(plan):
-        check(replace(plan, tile=tile))
-    for tile in tiles.candidates(plan, dq=True) if direction == BACKWARD else ():
-        check(tiles.with_dq_tile(plan, tile))
 
 
 @pytest.mark.slow
