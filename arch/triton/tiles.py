@@ -73,7 +73,7 @@ SIXTEEN_BIT = {
         (256, Tile(64, 32, 2, 8)),
     ],
 }
-DQ_LARGE_HEAD = (Tile(128, 64, 2, 8), Tile(128, 32, 2, 8))  # on 227 KiB, head dims above 128 and of 256
+DQ_LARGE_HEAD = Tile(128, 32, 2, 8)  # the dQ kernel's on 227 KiB, for head dims above 128
 # float32 is made right, not fast: one table for all. "ieee" multiplies without tensor cores, in registers.
 FLOAT32 = {
     (FORWARD, "ieee"): [(64, Tile(32, 32, 1, 4)), (128, Tile(32, 32, 1, 8)), (256, Tile(32, 16, 1, 8))],
@@ -108,7 +108,7 @@ def variant(direction: str, widest: int, padded: bool, dtype: str, capability: t
     if direction == BACKWARD and not large:
         words.append(MASK_ALL)
     if direction == BACKWARD and large and dtype != "float32" and widest > 128:
-        words.append(_dq_word(DQ_LARGE_HEAD[widest == 256]))
+        words.append(_dq_word(DQ_LARGE_HEAD))
     return " ".join(words)
 
 

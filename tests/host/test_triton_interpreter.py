@@ -80,8 +80,8 @@ def arranged(shape: tuple[int, int, int, int], layout: str, dtype: torch.dtype) 
         return torch.randn(1, seqlen, 1, dim).to(dtype).expand(shape)
     if layout == "columns":
         return torch.randn(batch, seqlen, dim, heads).to(dtype).transpose(2, 3)
-    if layout == "sliced":
-        return torch.randn(batch, 2 * seqlen, heads, dim + 3).to(dtype)[:, ::2, :, 1 : dim + 1]
+    if layout == "sliced":  # with NaN around: what is read beside a row or after the last shows
+        return torch.full((batch, 2 * seqlen, heads, dim + 3), math.nan, dtype=dtype)[:, ::2, :, 1 : dim + 1].normal_()
     return torch.randn(shape).to(dtype)
 
 

@@ -86,6 +86,18 @@ def test_dq_tile_is_a_word_of_the_variant():
         assert len(plan.variant.split()) == 3
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0)])
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
+def test_candidates_are_distinct_and_the_own_tile_comes_first(capability, direction, width):
+    plan = BACKEND.plan(problem(capability, direction, head_dim=width, head_dim_v=width))
+    kinds = [(False, plan.tile), (True, tiles.dq_tile(plan))] if direction == BACKWARD else [(False, plan.tile)]
+    for dq, own in kinds:
+        found = tiles.candidates(plan, dq=dq)
+        assert found[0] == own
+        assert len(set(found)) == len(found)
+
+
 def test_plan_states_what_runs():
     plan = BACKEND.plan(problem((12, 0), BACKWARD, head_dim=72, head_dim_v=40, mask=CAUSAL, lse_grad=True))
     assert (plan.backend, plan.arch, plan.head_dim, plan.head_dim_v) == ("triton", "12.0", 80, 48)
