@@ -94,7 +94,8 @@ def call(function, *args):
 
 
 def run(function, *args, arch: str, **knobs) -> Emulation:
-    """Run any CuTe-DSL callable once: a @cute.jit function, a compiled one or a loaded one. -> the finished emulation."""
+    """Run any CuTe-DSL callable once: a @cute.jit function, a compiled one or a loaded one. -> the finished
+    emulation."""
     with emulate(arch, **knobs) as emulation:
         if hasattr(function, "__tvm_ffi_object__") or type(function).__module__.startswith("tvm_ffi"):
             call(function, *args)

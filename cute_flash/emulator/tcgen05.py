@@ -1,6 +1,7 @@
 """tcgen05: allocation, mma, commit, cp. Loads and stores of TMEM are in tmem_moves.py.
 
-Operations of one issuing warp execute in order; a commit in their stream arrives on its mbarrier when all before it are done.
+Operations of one issuing warp execute in order; a commit in their stream arrives on its mbarrier when all before it
+are done.
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ def decode_shape(bits: int, kind: str) -> Shape:
 
 
 def _placement(rows: int, n: int, two: bool, ws: bool) -> tuple[np.ndarray, int]:
-    """Lane of each accumulator row for the two column halves, (2, rows), and the columns of a half (n when not split)."""
+    """Lane of each accumulator row for the two column halves, (2, rows), and the columns of a half (n when not
+    split)."""
     i = np.arange(rows)
     if rows == 128:
         return np.stack([i, i]), n
