@@ -15,7 +15,7 @@ STARVED = 20_000  # visible effects without one operation done, while warps poll
 class Operation:
     """Something in flight. `channel` orders it among its like; `barriers` are the mbarriers its completion signals."""
 
-    channel = None
+    channel: tuple | None = None
     barriers: tuple = ()
 
     def __init__(self, warp):

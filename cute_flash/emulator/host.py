@@ -97,12 +97,13 @@ class Runtime:
         self.ptx_by_cubin: dict[str, str] = {}
         self.programs: dict[tuple, Program] = {}
         self.libraries: list[str] = []
-        self.kernels: list[Program] = []
+        self.kernels: list[tuple[str, str]] = []
         self.launches: list[dict] = []
         self.error: BaseException | None = None
         self.edit = None  # PTX text -> PTX text, applied before parsing (mutation tests)
         self.library = None
-        self._callbacks = ()
+        self.path = ""
+        self._callbacks: tuple = ()
 
     def build(self) -> str:
         """Compile and load the shim; -> its path."""
