@@ -272,7 +272,7 @@ class Launch:
             self._priority.setdefault(warp, self.rng.random())
         if self.rng.random() < 0.02:
             self._priority[self.rng.choice(able)] = self.rng.random()
-        return [max(able, key=self._priority.get)]
+        return [max(able, key=lambda warp: self._priority[warp])]
 
     def _run(self, warp: Warp) -> int:
         quantum = self.rng.randint(1, 8) if self.options.scheduler == "random" else 16

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from .foreign import quack_gemm
 
 from cute_flash.emulator import emulate
+
+from .foreign import quack_gemm
 
 CONFIGS = [
     ("sm_90a", (128, 128), (1, 1), {"pingpong": True}),
