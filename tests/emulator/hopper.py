@@ -13,7 +13,8 @@ import cute_flash
 from cute_flash.runtime import compiler
 from cute_flash.spec import settings
 from cute_flash.spec.splits import SplitRule
-from tests.cases import Inputs
+
+from ..cases import Inputs
 
 ARCH = "sm_90a"
 
@@ -42,7 +43,7 @@ SCHEDULES = tuple(
 @dataclass(frozen=True)
 class Answer:
     out: torch.Tensor
-    lse: torch.Tensor
+    lse: torch.Tensor | None
     kernels: tuple[str, ...]  # names, in launch order
     steps: int  # warp instructions of all launches
     seconds: float  # of this processor, without compiling
@@ -68,8 +69,8 @@ class _CompileClock:
             self.seconds += time.process_time() - start
 
 
-def attend(inputs: Inputs, causal: bool, splits: int | None, **knobs) -> Answer:
-    """attention(return_lse=True) of CPU tensors on the Hopper kernel; `splits` overrules the front door's own count."""
+def attend(inputs: Inputs, causal: bool, splits: int | None, return_lse: bool = True, **knobs) -> Answer:
+    """attention() of CPU tensors on the Hopper kernel; `splits` overrules the front door's own count."""
     clock = _CompileClock()
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
@@ -79,7 +80,8 @@ def attend(inputs: Inputs, causal: bool, splits: int | None, **knobs) -> Answer:
         enter(settings.override(cache_dir=None, backend=None, strict=False))
         emulation = enter(cute_flash.emulate(ARCH, **knobs))
         start = time.process_time()
-        out, lse = cute_flash.attention(*inputs.qkv, causal=causal, return_lse=True, backend="sm90")
+        result = cute_flash.attention(*inputs.qkv, causal=causal, return_lse=return_lse, backend="sm90")
         seconds = time.process_time() - start - clock.seconds
         launches = list(emulation.launches)
+    out, lse = result if return_lse else (result, None)
     return Answer(out, lse, tuple(x["kernel"] for x in launches), sum(x["steps"] for x in launches), seconds)

@@ -7,11 +7,11 @@ with --emulator-csv perf/results/emulator_hopper_forward.csv, one row a run.
 from dataclasses import dataclass
 
 import pytest
-from hopper import SCHEDULES, Schedule, attend, turn
 
-from tests import oracle
-from tests.cases import Case, make_inputs
-from tests.runner import Runner
+from .. import oracle
+from ..cases import Case, make_inputs
+from ..runner import Runner
+from .hopper import SCHEDULES, Schedule, attend, turn
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ def cell(dims, lengths, heads=(1, 1), splits: int | None = 1, batch=1, **fields)
     return Cell(Case(batch, *lengths, *heads, *dims, **fields), splits)
 
 
-# Neighbours share a kernel, so that a process compiles each once. Tiles: 192 x 128 at 64, 128 x 128 at 96 causal, 128 and
+# Neighbours share a kernel: a process compiles each once. Tiles: 192 x 128 at 64, 128 x 128 at 96 causal, 128 and
 # (192, 128), 192 x 112 at 96 full, 128 x 112 at 192, 128 x 80 at 256.
 FULL = (
     cell(64, (1, 1), batch=2),
@@ -63,7 +63,7 @@ CAUSAL = (
     cell(72, (63, 129), heads=(2, 1)),
     cell(128, (127, 127)),
     cell(128, (128, 192)),
-    cell(128, (193, 64)),  # a query tile that sees no key at all
+    cell(128, (193, 64), heads=(2, 1), batch=2),  # a query tile that sees no key at all
     cell(128, (64, 385), values="falling"),
     cell(128, (191, 191), values="rising"),
     cell(128, (65, 65), heads=(4, 1)),
@@ -124,3 +124,12 @@ def test_right_under_every_schedule(each: Cell, schedule: Schedule, poisoned_emp
 def expects_split(each: Cell) -> bool:
     """The combine is a launch of its own."""
     return each.splits != 1
+
+
+def test_without_lse(poisoned_empty):
+    """A kernel of its own: what inference calls."""
+    case = Case(1, 65, 129, 2, 1, 64, 64, True)
+    inputs = make_inputs(case)
+    answer = attend(inputs, True, 1, return_lse=False, mode="late", scheduler="random", seed=4)
+    assert answer.lse is None
+    assert oracle.relative_error(answer.out, oracle.forward(*inputs.qkv, causal=True).out) < 4e-3
