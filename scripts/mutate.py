@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +23,6 @@ import torch
 
 from cute_flash import emulator
 from cute_flash.emulator.mutate import Outcome, Report, find_sites, score
-from cute_flash.runtime import compiler
 from cute_flash.spec import settings
 from perf import points
 from scripts import dump
@@ -80,7 +81,7 @@ def prepare(args: argparse.Namespace) -> Subject:
     (point,) = points.parse(args.points)
     backend, plan = dump.plan_of(args, point)
     with settings.override(emulate=plan.arch), emulator.emulate(plan.arch):
-        kernel = compiler.build(backend, plan)[0]
+        kernel = functools.partial(emulator.call, backend.build(plan, "--generate-line-info"))
     rows, keys = 2 * plan.tile.tile_m, args.key_tiles * plan.tile.tile_n - 3
     torch.manual_seed(0)
     q, k, v = (
@@ -93,6 +94,22 @@ def prepare(args: argparse.Namespace) -> Subject:
     if args.split:
         scratch = (torch.empty(2, 1, 1, rows, plan.head_dim_v), torch.empty(2, 1, 1, rows))
     return Subject(kernel, (q, k, v, out, lse, point.scale, *scratch), dense(q, k, v, point.causal), plan.arch)
+
+
+_FILE = re.compile(r"\s*\.file\s+(\d+)\s+\"(?:.*/)?([^/]+/[^/]+)\"")
+_LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)")
+
+
+def places(ptx: str) -> dict[int, str]:
+    """PTX line -> `folder/file.py:line` of the Python source, for every line after the first .loc."""
+    lines = ptx.split("\n")
+    files = dict(match.groups() for match in map(_FILE.match, lines) if match)
+    found, now = {}, ""
+    for number, line in enumerate(lines, 1):
+        if match := _LOC.match(line):
+            now = f"{files.get(match[1], '?')}:{match[2]}"
+        found[number] = now
+    return found
 
 
 def judge(subject: Subject, kinds: Sequence[str] | None = None, sites: slice = slice(None)) -> Iterator[Outcome]:
@@ -123,7 +140,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-COLUMNS = ("kernel", "kind", "line", "site", "noticed", "how", "seconds")
+COLUMNS = ("kernel", "kind", "python", "line", "site", "noticed", "how", "seconds")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,8 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for outcome in judge(subject, args.kinds.split(",") if args.kinds else None):
         site, seconds = outcome.site, time.process_time() - start
         report.outcomes.append(outcome)
-        rows.append((name, site.kind, site.line, site.text, int(outcome.noticed), outcome.how, f"{seconds:.1f}"))
-        print(f"{'noticed' if outcome.noticed else 'SURVIVED'} {outcome.how}: {site.line} {site.text}", flush=True)
+        where, text = places(subject.texts[0])[site.line], " ".join(site.text.split())
+        rows.append((name, site.kind, where, site.line, text, int(outcome.noticed), outcome.how, f"{seconds:.1f}"))
+        print(f"{'noticed' if outcome.noticed else 'SURVIVED'} ({outcome.how}): {where} {text}", flush=True)
         start = time.process_time()
     print(report)
     if args.out is not None:
