@@ -71,7 +71,7 @@ class Cta:
 
     def check_alive(self) -> None:
         if not self.live_warps():
-            raise BadAccess(f"shared memory of CTA {self.coords} is used from elsewhere after it has exited")
+            raise BadAccess(f"shared memory of CTA {self.coords} is used after it has exited")
 
     def symbol(self, warp: Warp, name: str):
         kernel, launch = self.program.kernel, self.launch
