@@ -42,8 +42,7 @@ def run(body: str, *arrays: np.ndarray, block: int = 32, grid: int = 1, cluster:
 
 
 def per_lane(body: str, *inputs: np.ndarray, dtype=np.uint32) -> np.ndarray:
-    """One value per lane: inputs are loaded into %r1, %r2 ... (32 bits) or %d11, %d12 ... (64 bits); the result is %r9 or
-    %d19."""
+    """One value per lane: inputs in %r1, %r2 ... (32 bits) or %d11, %d12 ... (64 bits), the result in %r9 or %d19."""
     out = np.zeros(32, dtype)
     loads = []
     for n, values in enumerate(inputs, 1):
