@@ -1,4 +1,4 @@
-"""flash-attn-4's main backward kernel, unmodified: dK and dV, and dQ as far as its tile-permuted accumulator shows it."""
+"""flash-attn-4's main backward kernel, unmodified: dK and dV, and dQ as far as its permuted accumulator shows it."""
 
 import math
 
