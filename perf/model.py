@@ -4,8 +4,9 @@
         ...
     print(estimate(emulation.counters, GPUS["H200"], tiles=10))
 
-A bound, not a prediction: each pipe is taken at its full rate and all of them as perfectly overlapped, so the slowest pipe
-is the floor. TMEM and L2 traffic is counted and printed, but binds nothing here. Rates are per SM and clock.
+A bound, not a prediction: each pipe is taken at its full rate and all of them as perfectly overlapped, so the slowest
+pipe is the floor. TMEM and L2 traffic is counted and printed, but binds nothing here. Rates are per SM and clock.
+Instructions are PTX's, before ptxas: issue is an estimate.
 """
 
 from __future__ import annotations
@@ -89,28 +90,32 @@ def _flops(shape: str) -> int:
 def estimate(counters, gpu: Gpu, tiles: int) -> Bound:
     """`counters`: of a launch. `tiles`: how many equal pieces of work it was, for figures per tile."""
     total: Counter = counters.total()
-    mma = sum(_flops(shape) * times / gpu.mma_flops[_element_bytes(shape)] for shape, times in counters.mma_by_shape.items())
+    shapes = counters.mma_by_shape.items()
+    mma = sum(_flops(shape) * times / gpu.mma_flops[_element_bytes(shape)] for shape, times in shapes)
     shared = counters.shared_read + counters.shared_written + counters.mma_shared_read + total["shuffle"] * 128
     issued = sum(count for name, count in total.items() if name not in NOT_ISSUED)
     if not gpu.packed_f32:
         issued += sum(count for name, count in total.items() if name.endswith("x2"))
-    fp32 = sum(count * (1 if gpu.packed_f32 or not name.endswith("x2") else 2)
-               for name, count in total.items() if name.startswith(("fadd/fmul", "ffma")))  # fmt: skip
+    fp32 = {name: count for name, count in total.items() if name.startswith(("fadd/fmul", "ffma"))}
+    fp32_ops = sum(count * (2 if name.endswith("x2") and not gpu.packed_f32 else 1) for name, count in fp32.items())
     cycles = {
         "MMA": mma / tiles,
         "ex2": (total["ex2"] + total["sfu"]) * WARP / gpu.ex2 / tiles,
         "shared memory": shared / gpu.shared_bytes / tiles,
-        "FP32": fp32 * WARP / FP32_LANES / tiles,
+        "FP32": fp32_ops * WARP / FP32_LANES / tiles,
         "issue": issued / ISSUE_PER_CLOCK / tiles,
     }
     l2 = counters.l2_read + counters.l2_written
     tmem = counters.tmem_read + counters.tmem_written
-    return Bound(gpu, tiles, cycles, sum(_flops(s) * n for s, n in counters.mma_by_shape.items()) / tiles, tmem / tiles, l2 / tiles)
+    flops = sum(_flops(shape) * times for shape, times in shapes)
+    return Bound(gpu, tiles, cycles, flops / tiles, tmem / tiles, l2 / tiles)
 
 
 def by_role(counters, roles: dict) -> str:
     """A table of executed warp instructions: one line a class, one column a role (name -> warp indices)."""
     table = counters.by_role(roles)
-    classes = sorted({name for counts in table.values() for name in counts}, key=lambda n: -sum(t[n] for t in table.values()))
+    names = {name for counts in table.values() for name in counts}
+    classes = sorted(names, key=lambda name: -sum(counts[name] for counts in table.values()))
     head = f"{'class':<14}" + "".join(f"{name:>12}" for name in table)
-    return "\n".join([head, *(f"{name:<14}" + "".join(f"{table[role][name]:>12}" for role in table) for name in classes)])
+    lines = [f"{name:<14}" + "".join(f"{counts[name]:>12}" for counts in table.values()) for name in classes]
+    return "\n".join([head, *lines])

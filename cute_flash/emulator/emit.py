@@ -1,7 +1,8 @@
 """Source text for one register-only instruction: the building block of compiled segments.
 
-A segment is a run of instructions that touch registers only. It becomes one Python function over rows of 32 lanes, so the
-cost of a warp instruction is about one numpy call. Emitters live in scalar.py; this file knows operands and masks.
+A segment is a run of instructions that touch registers only. It becomes one Python function over rows of 32 lanes, so
+the cost of a warp instruction is about one numpy call. Emitters live in scalar.py; this file knows operands and
+masks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def type_bits(kind: str) -> int:
 
 
 class Emitter:
-    """Collects the lines of one segment function; `mask` is the name of the lane mask in scope, or None for all lanes."""
+    """Collects the lines of one segment function; `mask` is the name of the lane mask in scope, or None for all
+    lanes."""
 
     def __init__(self, constants: dict, masked: bool):
         self.constants = constants

@@ -26,7 +26,7 @@ def vector_of(i: Instr) -> int:
 
 def _register_kind(arg, kind: str) -> str:
     """The view a value of memory type `kind` takes in its (possibly wider) register."""
-    cls = getattr(arg, "cls", None)
+    cls = getattr(arg, "cls", "")
     bits = {"H": 16, "R": 32, "D": 64, "Q": 128}.get(cls, type_bits(kind))
     return f"{'s' if kind[0] == 's' else 'u'}{bits}" if bits <= 64 else "b128"
 

@@ -106,7 +106,8 @@ def _transaction(i: Instr):
 
 
 def _wait(i: Instr):
-    """A wait that fails once answers false (a peek must be able to); failing again with nothing done in between, it blocks."""
+    """A wait that fails once answers false (a peek must be able to); failing again with nothing done in between, it
+    blocks."""
     target = i.args[0]
     put = access.setter(target, "pred")
     address, parity_of, after, pc = access.address(i.args[1]), access.scalar(i.args[2]), i.pc + 1, i.pc

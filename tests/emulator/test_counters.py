@@ -9,7 +9,7 @@ from perf.model import GPUS, by_role, estimate
 from .test_faults import run_tile, tile
 from .test_forward_sm90 import compiled, tensors
 
-ROLES = {"load": range(0, 4), "mma": range(4, 12)}
+ROLES = {"load": range(4), "mma": range(4, 12)}
 
 
 def launch(arch: str, rows: tuple = (256, 384)):

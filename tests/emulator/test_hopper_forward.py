@@ -4,7 +4,9 @@ Every run: each case under one schedule, rotating by day. scripts/test --all: ea
 with --emulator-csv perf/results/emulator_hopper_forward.csv, one row a run.
 """
 
+import csv
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,8 @@ from .. import oracle
 from ..cases import Case, make_inputs
 from ..runner import Runner
 from .hopper import SCHEDULES, Schedule, attend, turn
+
+TABLE = Path(__file__).resolve().parents[2] / "perf" / "results" / "emulator_hopper_forward.csv"
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,15 @@ def test_without_lse(poisoned_empty):
 
 
 def test_speed():
-    """d = 128, causal, one head, 512 tokens: at most 4 s of a core once compiled, races watched (1.3 s when idle)."""
+    """d = 128, causal, one head, 512 tokens: at most 4 s of a core once compiled, races watched (0.7 s when idle)."""
     inputs = make_inputs(Case(1, 512, 512, 1, 1, 128, 128, True))
     assert min(attend(inputs, True, 1, mode="random", scheduler="random", seed=n).seconds for n in range(2)) <= 4
+
+
+def test_the_table_in_the_tree_holds_every_run():
+    """Recorded by scripts/test --all --emulator-csv perf/results/emulator_hopper_forward.csv."""
+    with TABLE.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = {(row["shape"], row["mode"], row["scheduler"], int(row["seed"])) for row in rows}
+    assert names == {(str(each), s.mode, s.scheduler, s.seed) for each in CELLS for s in SCHEDULES}
+    assert all(float(row["lse_error"]) <= 1 and float(row["error"]) < 4e-3 for row in rows)
