@@ -38,6 +38,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--capability", default="", help="such as 9.0; default the backend's own, 9.0 for triton")
     add("--tile", default="", help="tile_m,tile_n,stages,warps in place of the backend's choice")
     add("--lse", action="store_true", help="the forward that writes LSE")
+    add("--split", action="store_true", help="the plan that shares a query tile among CTAs")
     add("--out", type=Path, default=None, help="folder for NAME.ptx, NAME.cubin and NAME.sass")
     add("--import", dest="first", default="", help="import this module before compiling: must not change the PTX")
     return parser.parse_args(argv)
@@ -62,6 +63,10 @@ def plan_of(args: argparse.Namespace, point: points.Point) -> tuple[Any, Plan]:
     if refusals := backend.refuse(problem):
         raise SystemExit(f"{args.backend} refuses {problem}: {'; '.join(refusals)}")
     plan = backend.plan(problem)
+    if args.split:
+        plan = backend.split(plan) if hasattr(backend, "split") else None
+        if plan is None:
+            raise SystemExit(f"{args.backend} shares no query tile among CTAs")
     if args.tile:
         plan = replace(plan, tile=Tile(*(int(part) for part in args.tile.split(","))))
     return backend, plan

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import itertools
 import subprocess
 import sys
@@ -54,10 +55,16 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def values(args: argparse.Namespace) -> list[Tile]:
-    """The candidate tiles, in the grid's order."""
+AXES = ("tile_m", "tile_n", "stages", "warps")
+
+
+def candidates(args: argparse.Namespace, plan: Plan) -> list[Tile]:
+    """What the backend holds worth measuring; the grid where values were given or the backend says nothing."""
+    tiles = importlib.import_module(f"cute_flash.arch.{args.backend}.tiles")
+    if hasattr(tiles, "candidates") and not any(getattr(args, name) for name in AXES):
+        return list(tiles.candidates(plan))
     axes = []
-    for name, default in zip(("tile_m", "tile_n", "stages", "warps"), GRIDS[args.backend], strict=True):
+    for name, default in zip(AXES, GRIDS[args.backend], strict=True):
         asked = getattr(args, name)
         axes.append(tuple(int(value) for value in asked.split(",")) if asked else default)
     return [Tile(*axis) for axis in itertools.product(*axes)]
@@ -176,7 +183,7 @@ def show(bench: Bench, ranked: Sequence[tuple[Tile, float]]) -> str:
     if ranked:
         (tile, median), runner_up = ranked[0], ranked[min(1, len(ranked) - 1)]
         name = torch.cuda.get_device_name() if bench.inputs.q.is_cuda else "CPU, not a measurement"
-        spelled = ", ".join(f"{n}={getattr(tile, n)}" for n in ("tile_m", "tile_n", "stages", "warps"))
+        spelled = ", ".join(f"{n}={getattr(tile, n)}" for n in AXES)
         lines.append(
             f"  row: ({bench.plan.head_dim}, {bench.plan.head_dim_v}, {point.mask!r}): Tile({spelled}),  "
             f"# {name}, {datetime.date.today()}: {point.flops / median * 1e-6:.0f} TFLOP/s at {point}; "
@@ -188,17 +195,16 @@ def show(bench: Bench, ranked: Sequence[tuple[Tile, float]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     args = arguments(given)
-    tiles, texts = values(args), []
     if args.jobs > 1 and not args.share:
         compile_ahead(args, given)
     chosen = [p for text in args.points.split("+") for p in points.parse(text.strip()) if points.matches(p, args.where)]
     for point in chosen:
         bench = Bench.open(args, point.shrunk() if args.dry else point)
+        tiles = candidates(args, bench.plan)
         if args.share:
             compile_share(bench, tiles, args.share)
             continue
-        texts.append(show(bench, tune(bench, tiles, args.seconds)))
-        print(texts[-1], flush=True)
+        print(show(bench, tune(bench, tiles, args.seconds)), flush=True)
     return 0
 
 

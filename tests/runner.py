@@ -54,16 +54,20 @@ class Runner:
 
     # ----------------------------------------------------------------------------------------------- checks
 
-    def allowed(self, plain_error: float) -> float:
-        """Relative error that passes, given plain attention's in the same dtype."""
-        exact = EXACT.get(self.dtype)
-        return max(ALLOWED_RATIO * plain_error, HALF_ULP[self.dtype]) if exact is None else exact
+    def allowed(self, plain_error: float, roundings: int = 1) -> float:
+        """Relative error that passes, given plain attention's in the same dtype.
 
-    def limits(self, exact, plain) -> list[float]:
+        These cases are small: their rounding errors do not average out, and how they compare with plain attention's is
+        luck below half an ulp for each 16-bit rounding on the way.
+        """
+        exact = EXACT.get(self.dtype)
+        return max(ALLOWED_RATIO * plain_error, roundings * HALF_ULP[self.dtype]) if exact is None else exact
+
+    def limits(self, exact, plain, roundings: int = 1) -> list[float]:
         """allowed() for each tensor of `exact`; plain() computes the yardstick, where one is needed."""
         if self.dtype in EXACT:
             return [EXACT[self.dtype]] * len(exact)
-        return [self.allowed(oracle.relative_error(p, e)) for p, e in zip(plain(), exact, strict=True)]
+        return [self.allowed(oracle.relative_error(p, e), roundings) for p, e in zip(plain(), exact, strict=True)]
 
     def check(self, q, k, v, *, result=None, **options) -> None:
         """Output and LSE of a call against float64; in 16 bits, beside plain 16-bit attention's error."""
@@ -81,7 +85,8 @@ class Runner:
         result, grads = self.gradients(q, k, v, dout, **options)
         self.check(q, k, v, result=result, **options)
         exact = oracle.backward(q, k, v, dout, **options)
-        limits = self.limits(exact, lambda: oracle.plain_16bit_backward(q, k, v, dout, **options))
+        # roundings: O or P, dS, and the gradient itself
+        limits = self.limits(exact, lambda: oracle.plain_16bit_backward(q, k, v, dout, **options), roundings=3)
         for name, value, reference, limit in zip(("dq", "dk", "dv"), grads, exact, limits, strict=True):
             assert value.dtype == q.dtype, name
             error = oracle.relative_error(value, reference)

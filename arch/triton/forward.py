@@ -9,16 +9,16 @@ import triton.language as tl
 
 from cute_flash.spec.plan import Plan
 
-from .ahead import compile_kernel, operand_types
+from .ahead import compile_kernel, launch_options, operand_types
 from .operands import (
     LN_2,
     LOG2_E,
     UNSPECIALIZED,
     Sizes,
+    Spec,
     add_dot,
     alignment,
     dot_transposed,
-    exact_spec,
     grid_place,
     head_start,
     key_bounds,
@@ -36,30 +36,30 @@ from .tiles import PADDED
 
 
 @triton.jit
-def _sweep(state, q_tile, kv, rows, bounds, sizes, scale_log2, spec: tl.constexpr, masked: tl.constexpr):
-    """Take keys [bounds) into the running softmax. `masked` = some (row, key) pairs of these tiles are hidden."""
+def _walk_keys(state, q_tile, kv, rows, full, last, sizes, scale_log2, spec: tl.constexpr):
+    """Take keys [0, last) into the running softmax; tiles from key `full` on hold pairs that the mask hides.
+
+    One loop with a branch, not an unmasked and a masked loop: with the accumulator passing from one loop to another
+    ptxas serialises every wgmma of both (its remark C7515).
+    """
     qk_columns: tl.constexpr = spec.qk
     v_columns: tl.constexpr = spec.v
     acc, row_sum, row_max = state
     k_base, k, v_base, v = kv
-    end = None
-    if masked:
-        end = sizes.seqlen_k
-    for start in tl.range(bounds[0], bounds[1], spec.tile_n):
-        k_tile = load_tile(k_base, k, start, end, spec.tile_n, qk_columns)
+    for start in tl.range(0, last, spec.tile_n):
+        k_tile = load_tile(k_base, k, start, sizes.seqlen_k, spec.tile_n, qk_columns)
         s = dot_transposed(q_tile, k_tile, spec)
-        if masked:
+        if spec.mask_all or start >= full:
             keys = start + tl.arange(0, spec.tile_n)
             s = tl.where(sees(rows[:, None], keys[None, :], sizes, spec), s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
-        shift = new_max
-        if masked:  # a row that has seen no key yet keeps -inf as its maximum: only the exponent gets a finite stand-in
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        # A row that has seen no key yet keeps -inf as its maximum: only the exponent gets a finite stand-in.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(s * scale_log2 - shift[:, None])
         correction = tl.exp2(row_max - shift)
         row_sum = row_sum * correction + tl.sum(p, 1)
         row_max = new_max
-        v_tile = load_tile(v_base, v, start, end, spec.tile_n, v_columns)
+        v_tile = load_tile(v_base, v, start, sizes.seqlen_k, spec.tile_n, v_columns)
         acc = add_dot(scaled(acc, correction[:, None]), p.to(v.ptr.dtype.element_ty), v_tile, spec)
     return acc, row_sum, row_max
 
@@ -83,29 +83,32 @@ def attention_forward(qkv, out, lse, seqlen_q, seqlen_k, heads, group, scale_log
     row_max = tl.full((tile_m,), float("-inf"), tl.float32)
     state = (zeros(tile_m, v_columns), tl.zeros((tile_m,), tl.float32), row_max)
     full, last = key_bounds(start, sizes, spec)
-    state = _sweep(state, q_tile, kv, rows, (0, full), sizes, scale_log2, spec, False)
-    state = _sweep(state, q_tile, kv, rows, (full, last), sizes, scale_log2, spec, True)
+    acc, row_sum, row_max = _walk_keys(state, q_tile, kv, rows, full, last, sizes, scale_log2, spec)
 
-    acc, row_sum, row_max = state
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)  # a row that saw no key: output 0
     store_tile(scaled(acc, inverse[:, None]), head_start(out, batch, head, v_columns), out, start, seqlen_q, v_columns)
     if spec.lse:
         store_rows((row_max + tl.log2(row_sum)) * LN_2, rows_start(lse, batch, head, sizes), start, seqlen_q)
 
 
+def _specs(plan: Plan) -> Callable[..., Spec]:
+    return spec_maker(plan, plan.tile.tile_m, plan.tile.tile_n)
+
+
 def compile_ahead(plan: Plan) -> tuple[Any, ...]:
     x = operand_types(plan.dtype)
     lse = "*fp32" if plan.lse else None
-    spec = exact_spec(plan)
-    return (compile_kernel(attention_forward, ((x, x, x), x, lse, "i32", "i32", "i32", "i32", "fp32", spec), plan),)
+    spec = _specs(plan)(plan.head_dim, plan.head_dim_v, 1, 1)
+    arguments = ((x, x, x), x, lse, "i32", "i32", "i32", "i32", "fp32", spec)
+    return (compile_kernel(attention_forward, arguments, plan.arch, plan.tile),)
 
 
 def build(plan: Plan) -> Callable[..., None]:
     """Compiles for the usual launch (see ahead.py); unusual strides and padded head dims compile at their first."""
-    if plan.variant != PADDED and not triton.knobs.runtime.interpret:
+    if PADDED not in plan.variant and not triton.knobs.runtime.interpret:
         compile_ahead(plan)
-    specs = spec_maker(plan)
-    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
+    specs = _specs(plan)
+    options = launch_options(plan.tile)
 
     def forward(q, k, v, out, lse, scale: float) -> None:
         batch, seqlen_q, heads, head_dim = q.shape

@@ -117,6 +117,8 @@ def _build_and_store(root: Path, key: str, backend: Backend, plan: Plan) -> Comp
     except OSError as error:
         _say_unusable(root, error)
         return Compiled(built, origin)
+    except Exception as error:
+        raise BackendBuildError(f"{backend.name} built {plan}, which does not export: {error}") from error
     report.say("compile", f"{plan}: stored as {path}")
     if unlinked:
         report.once(f"no linker on this host ({unlinked}): kernels load through the compiler's own, 0.5 s slower")
@@ -161,6 +163,8 @@ def kernel_for(backend: Backend, plan: Plan) -> Compiled:
         _count("memory")
         return Compiled(kernel, "in memory" if plan.arch else "")
     _refuse_in_capture(plan)
+    if backend.exports:
+        emulation.refuse_mixture()
     with _table:
         lock = _slots.setdefault(slot, threading.Lock())
     with lock:  # threads that want the same plan wait for the first

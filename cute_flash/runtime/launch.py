@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..spec.errors import BackendBuildError
+from ..spec.mask import FULL
 from ..spec.problem import Problem
 from ..spec.splits import SplitRule, rule_of
 from . import compiler, dispatch, report
@@ -74,20 +75,27 @@ def _aligned(name: str, tensor: torch.Tensor, alignment: int) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format) if faults else tensor
 
 
+def _relaunch(
+    objection: ValueError, kernel: Kernel, names: tuple[str, ...], alignment: int, operands: tuple[Any, ...]
+) -> Any:
+    """A kernel's own checks objected: copy what is misaligned and launch again; if nothing is, they are right."""
+    count = len(names)
+    inputs = [_aligned(name, t, alignment) for name, t in zip(names, operands[:count], strict=True)]
+    if all(new is old for new, old in zip(inputs, operands[:count], strict=True)):
+        raise objection
+    return kernel(*inputs, *operands[count:])
+
+
 def _aligning(kernel: Kernel, names: tuple[str, ...], alignment: int) -> Kernel:
-    """Launch as things lie; where the kernel's own checks object, copy what is misaligned and launch again."""
+    """Launch as things lie, and once more with aligned copies where the kernel's own checks object."""
     if not alignment:
         return kernel
 
     def launch(*operands: Any) -> Any:
         try:
             return kernel(*operands)
-        except ValueError:
-            count = len(names)
-            inputs = [_aligned(name, t, alignment) for name, t in zip(names, operands[:count], strict=True)]
-            if all(new is old for new, old in zip(inputs, operands[:count], strict=True)):
-                raise
-        return kernel(*inputs, *operands[count:])
+        except ValueError as objection:
+            return _relaunch(objection, kernel, names, alignment, operands)
 
     return launch
 
@@ -130,22 +138,119 @@ class Splitter:
         return _aligning(launch, ("q", "k", "v"), backend.row_alignment)
 
 
-def bind_forward(kernel: Kernel, site: Site, has_lse: bool, splitter: Splitter) -> Forward:
-    """(q, k, v, scale, batch, seqlen_q) -> (out, lse). batch and seqlen_q are passed because the caller has them."""
+def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[..., None]:
+    """(batch, seqlen_q, operands) -> nothing; operands are (q, k, v, out, lse, scale)."""
     few, rule = splitter.query_tiles_max, splitter.rule
-    launch = _aligning(kernel, ("q", "k", "v"), site.alignment)
-    device, dtype, lse_dtype, heads_q = site.device, site.dtype, site.lse_dtype, site.heads_q
+    one_tile = rule.tile_n if rule else 0  # keys that cannot be shared out
+    checks = splitter.decision.backend.exports  # TVM-FFI functions compare dtypes and devices themselves
+
+    def run(batch: int, seqlen_q: int, operands: tuple[Any, ...]) -> None:
+        if not checks:
+            _check_like_q(*operands[:3])
+        if batch <= few and rule is not None:
+            seqlen_k = operands[1].shape[1]
+            splits = rule.count(batch, seqlen_q, seqlen_k) if seqlen_k > one_tile else 1
+            if splits > 1:
+                splitter.launch(splits, operands)
+                return
+        try:
+            kernel(*operands)
+        except ValueError as objection:
+            if not alignment:
+                raise
+            _relaunch(objection, kernel, ("q", "k", "v"), alignment, operands)
+
+    return run
+
+
+def _check_like_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The warm path looks at q only; its caller says which of k and v is wrong."""
+    if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
+        raise TypeError("q, k and v must have one dtype and one device")
+
+
+class GroupRows:
+    """One query row a head: the query heads of a group become rows of one tile, so K and V are read once a group.
+
+    A single row, aligned bottom-right, sees every key: causal or not, the mask is full.
+    """
+
+    def __init__(self, decision: Decision, forced: str | None, device: torch.device) -> None:
+        problem = decision.problem
+        self.problem = replace(problem, mask=FULL, heads_q=problem.heads_kv, unaligned=())
+        self.group, self.heads_kv = problem.group, problem.heads_kv
+        self.forced, self.device = forced, device
+        self._run: Callable[..., None] | None = None
+
+    def _bind(self) -> Callable[..., None]:
+        decision, kernel = ready(self.problem, self.forced, self.device)
+        return bind_run(kernel, decision.backend.row_alignment, Splitter(decision, self.device))
+
+    def run(self, batch: int, operands: tuple[Any, ...]) -> None:
+        """operands: (q, k, v, out, lse, scale) with seqlen_q = 1."""
+        if self._run is None:
+            self._run = self._bind()
+        q, k, v, out, lse, scale = operands
+        if lse is not None:
+            lse = lse.view(batch, self.heads_kv, self.group)
+        self._run(batch, self.group, (self._as_rows(q), k, v, self._as_rows(out), lse, scale))
+
+    def _as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(batch, 1, heads_kv * group, width) seen as (batch, group, heads_kv, width)."""
+        batch, _, _, width = tensor.shape
+        along_batch, _, along_heads, along_width = tensor.stride()
+        strides = (along_batch, along_heads, along_heads * self.group, along_width)
+        return tensor.as_strided((batch, self.group, self.heads_kv, width), strides)
+
+
+def group_rows(decision: Decision, forced: str | None, device: torch.device) -> GroupRows | None:
+    """Where a backend splits keys, it also packs groups; elsewhere a row a head is what the kernel expects."""
+    worth = decision.problem.group > 1 and decision.backend.split(decision.plan) is not None
+    return GroupRows(decision, forced, device) if worth else None
+
+
+def outputs_of(site: Site, tiled_v: int, has_lse: bool) -> Callable[[torch.Tensor, int, int], Outputs]:
+    """(q, batch, seqlen_q) -> (out, lse), contiguous and not yet written.
+
+    On CUDA through the allocation that Inductor's generated code uses, half the cost of new_empty (which with its sizes
+    spelled out takes half of torch.empty's). It allocates on the current device, so another one goes the public way.
+    """
+    dtype, lse_dtype, heads_q = site.dtype, site.lse_dtype, site.heads_q
+
+    def public(q: torch.Tensor, batch: int, seqlen_q: int) -> Outputs:
+        out = q.new_empty(batch, seqlen_q, heads_q, tiled_v)
+        return out, q.new_empty(batch, heads_q, seqlen_q, dtype=lse_dtype) if has_lse else None
+
+    quick: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if site.device.type != "cuda" or quick is None:
+        return public
+    index, current, row = site.device.index, torch._C._cuda_getDevice, heads_q * tiled_v
+
+    def on_current(q: torch.Tensor, batch: int, seqlen_q: int) -> Outputs:
+        if current() != index:
+            return public(q, batch, seqlen_q)
+        out = quick((batch, seqlen_q, heads_q, tiled_v), (seqlen_q * row, row, tiled_v, 1), dtype)
+        if not has_lse:
+            return out, None
+        return out, quick((batch, heads_q, seqlen_q), (heads_q * seqlen_q, seqlen_q, 1), lse_dtype)
+
+    return on_current
+
+
+def bind_forward(
+    kernel: Kernel, site: Site, has_lse: bool, splitter: Splitter, rows: GroupRows | None = None
+) -> Forward:
+    """(q, k, v, scale, batch, seqlen_q) -> (out, lse). batch and seqlen_q are passed because the caller has them."""
+    run = bind_run(kernel, site.alignment, splitter)
     tiled_v = _round_up(site.head_dim_v, site.unit)
+    allocate = outputs_of(site, tiled_v, has_lse)
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int) -> Outputs:
-        out = torch.empty((batch, seqlen_q, heads_q, tiled_v), dtype=dtype, device=device)
-        lse = torch.empty((batch, heads_q, seqlen_q), dtype=lse_dtype, device=device) if has_lse else None
-        if batch <= few and rule is not None:
-            splits = rule.count(batch, seqlen_q, k.shape[1])
-            if splits > 1:
-                splitter.launch(splits, (q, k, v, out, lse, scale))
-                return out, lse
-        launch(q, k, v, out, lse, scale)
+        out, lse = allocate(q, batch, seqlen_q)
+        if seqlen_q == 1 and rows is not None:
+            rows.run(batch, (q, k, v, out, lse, scale))
+        else:
+            run(batch, seqlen_q, (q, k, v, out, lse, scale))
         return out, lse
 
     pad, pad_v = _round_up(site.head_dim, site.unit) - site.head_dim, tiled_v - site.head_dim_v
@@ -245,5 +350,11 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
     site = (q.device, q.dtype)
     backwards = Backwards(problem, options.backend, site, options.return_lse) if needs_grad(q, k, v) else None
     decision, kernel = ready(problem, options.backend, q.device)
-    forward = bind_forward(kernel, site_of(*site, decision), decision.plan.lse, Splitter(decision, q.device))
+    forward = bind_forward(
+        kernel,
+        site_of(*site, decision),
+        decision.plan.lse,
+        Splitter(decision, q.device),
+        group_rows(decision, options.backend, q.device),
+    )
     return Call(forward, default_scale(problem.head_dim), options.return_lse, backwards)

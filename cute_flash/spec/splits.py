@@ -16,15 +16,15 @@ class SplitRule:
 
     @property
     def query_tiles_max(self) -> int:
-        """(query tiles of a head) * batch up to which a GPU is at most half full, so that splitting can help."""
-        return self.sm_count // (2 * self.heads_q)
+        """(query tiles of a head) * batch up to which the GPU is not full, so that splitting can help."""
+        return self.sm_count // self.heads_q
 
     def count(self, batch: int, seqlen_q: int, seqlen_k: int) -> int:
-        """How many CTAs share a query tile; 1 = no split. No CTA gets less than one key tile."""
+        """How many CTAs share a query tile; 1 = no split. Up to two waves of CTAs, none with less than a key tile."""
         query_tiles = batch * -(-seqlen_q // self.tile_m)
         if query_tiles > self.query_tiles_max:
             return 1
-        return max(1, min(-(-seqlen_k // self.tile_n), self.sm_count // (query_tiles * self.heads_q)))
+        return max(1, min(-(-seqlen_k // self.tile_n), 2 * self.sm_count // (query_tiles * self.heads_q)))
 
 
 def rule_of(plan: Plan, heads_q: int, sm_count: int) -> SplitRule:

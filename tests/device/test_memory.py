@@ -7,6 +7,8 @@ from tests.device.gpu import BACKENDS, DEVICE, GRADIENT_BACKENDS, runner
 
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
 HEADS, HEAD_DIM = 2, 64
+TILE_M = 192  # the largest query tile
+PARTIALS = 2 * torch.cuda.get_device_properties(DEVICE).multi_processor_count * TILE_M * (HEAD_DIM + 1) * 4
 
 
 def peak(step) -> int:
@@ -32,8 +34,10 @@ def test_forward(backend):
         run(q, k, v)
         measured.append(peak(lambda q=q, k=k, v=v: run(q, k, v)))
     for seqlen, used in zip(LENGTHS, measured, strict=True):
-        # The output and nothing else, but for the allocator's rounding to 2 MB blocks.
-        assert used <= seqlen * HEADS * HEAD_DIM * 2 + 2**21
+        # The output and nothing else, but for the allocator's rounding to 2 MB blocks, and where short sequences leave
+        # the GPU idle: float32 partial outputs of two waves of CTAs, a bound that no length exceeds.
+        assert used <= seqlen * HEADS * HEAD_DIM * 2 + 2**21 + PARTIALS
+    assert measured[-1] <= LENGTHS[-1] * HEADS * HEAD_DIM * 2 + 2**21  # long ones need none
 
 
 @pytest.mark.parametrize("backend", [name for name in GRADIENT_BACKENDS if name != "reference"], ids=str)
