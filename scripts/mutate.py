@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,13 @@ def dense(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def prepare(args: argparse.Namespace) -> Subject:
-    """Two query tiles over several key tiles, the last one partial: every ring wraps, every branch is taken."""
+    """Query tiles over several key tiles, the last one partial: every ring wraps, every branch is taken."""
     (point,) = points.parse(args.points)
     backend, plan = dump.plan_of(args, point)
+    plan = replace(plan, ctas=args.ctas)
     with settings.override(emulate=plan.arch), emulator.emulate(plan.arch):
         kernel = functools.partial(emulator.call, backend.build(plan, "--generate-line-info"))
-    rows, keys = 2 * plan.tile.tile_m, args.key_tiles * plan.tile.tile_n - 3
+    rows, keys = args.query_tiles * plan.tile.tile_m, args.key_tiles * plan.tile.tile_n - 3
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(1, n, 1, d) for n, d in ((rows, plan.head_dim), (keys, plan.head_dim), (keys, plan.head_dim_v))
@@ -132,7 +133,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--backend", default="sm90")
     add("--points", default="d=128,mask=causal", help="as perf/bench.py (only d, dv and mask matter)")
     add("--split", action="store_true", help="the plan that shares a query tile among CTAs")
-    add("--key-tiles", type=int, default=5)
+    add("--query-tiles", type=int, default=3)
+    add("--key-tiles", type=int, default=4)
+    add("--ctas", type=int, default=1, help="that share the query tiles: 1 takes them all in turn")
     add("--kinds", default="", help="comma-separated, as in cute_flash/emulator/mutate.py; default all")
     add("--out", type=Path, default=None, help="CSV to append to")
     args = parser.parse_args(argv)

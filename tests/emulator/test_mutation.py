@@ -20,7 +20,7 @@ def rows() -> list[dict[str, str]]:
 
 
 def test_dropped_synchronisation_is_noticed():
-    subject = mutate.prepare(mutate.arguments(["--points", "d=64,mask=full", "--key-tiles", "3"]))
+    subject = mutate.prepare(mutate.arguments(["--points", "d=64,mask=full", "--key-tiles", "3", "--query-tiles", "2"]))
     outcomes = list(mutate.judge(subject, CHEAP))
     survivors = Counter(outcome.site.kind for outcome in outcomes if not outcome.noticed)
     assert survivors == {"wgmma fence": 1}  # of P V, right behind the one of Q K^T: see docs/mutation.md
@@ -34,7 +34,7 @@ def test_dropped_synchronisation_is_noticed():
 
 
 def test_a_kernel_that_is_wrong_already_is_not_scored():
-    subject = mutate.prepare(mutate.arguments(["--points", "d=64,mask=full", "--key-tiles", "1"]))
+    subject = mutate.prepare(mutate.arguments(["--points", "d=64,mask=full", "--key-tiles", "1", "--query-tiles", "1"]))
     subject.exact = (subject.exact[0] + 1, subject.exact[1])
     with pytest.raises(RuntimeError, match="wrong before anything is dropped"):
         next(mutate.judge(subject))
