@@ -71,7 +71,7 @@ class Cta:
 
     def check_alive(self) -> None:
         if not self.live_warps():
-            raise BadAccess(f"shared memory of CTA {self.coords} is used from elsewhere after it has exited")
+            raise BadAccess(f"shared memory of CTA {self.coords} is used after it has exited")
 
     def symbol(self, warp: Warp, name: str):
         kernel, launch = self.program.kernel, self.launch
@@ -136,6 +136,14 @@ class Cta:
         if offset % 8:
             raise warp.fail(BadAccess, f"mbarrier address {offset:#x} is not aligned to 8 bytes")
         cta.mbarriers[offset] = MBarrier(cta, offset, count)
+        cta.mbarriers[offset].author = warp
+
+    def show_mbarriers(self, warp: Warp) -> None:
+        """A fence of the warp: from now on copies may complete on the mbarriers it has initialised."""
+        for cta in self.cluster.ctas:
+            for barrier in cta.mbarriers.values():
+                if barrier.author is warp:
+                    barrier.author = None
 
     def drop_mbarrier(self, address: int) -> None:
         del self.peer(address >> 24).mbarriers[address & 0xFFFFFF]

@@ -11,12 +11,14 @@ import torch
 
 import cute_flash
 from cute_flash.runtime import compiler
+from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
 from cute_flash.spec.splits import SplitRule
 
 from ..cases import Inputs
 
 ARCH = "sm_90a"
+SMS = 132
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,20 @@ class _CompileClock:
             self.seconds += time.process_time() - start
 
 
-def attend(inputs: Inputs, causal: bool, splits: int | None, return_lse: bool = True, **knobs) -> Answer:
-    """attention() of CPU tensors on the Hopper kernel; `splits` overrules the front door's own count."""
+def attend(
+    inputs: Inputs, causal: bool, splits: int | None, return_lse: bool = True, sms: int = SMS, **knobs
+) -> Answer:
+    """attention() of CPU tensors on the Hopper kernel of a GPU with `sms` SMs.
+
+    `splits` overrules the front door's own count.
+    """
     clock = _CompileClock()
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(mock.patch.object(compiler, "build", clock))
         if splits is not None:
             enter(mock.patch.object(SplitRule, "count", lambda *_: splits))
+        enter(mock.patch.dict(device_facts._SM_COUNTS, {(9, 0): sms}))
         enter(settings.override(cache_dir=None, backend=None, strict=False))
         emulation = enter(cute_flash.emulate(ARCH, **knobs))
         start = time.process_time()
