@@ -109,6 +109,7 @@ class ForwardSm100:
         self.kernel(sources, lse, scale * LOG2_E, sizes, layouts).launch(
             grid=(tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch), 1, 1),
             block=(self.schedule.threads, 1, 1),
+            min_blocks_per_mp=1,  # tells ptxas the register count at entry; without it setmaxnreg is ignored
             stream=stream,
         )
 
