@@ -28,8 +28,8 @@ from .memory import ForwardLayouts, ForwardShape, forward_layouts, forward_stora
 from .mma import ForwardMmas, MmaContext, make_fragments, multiply_tile
 from .pipeline import after_wait, barrier_count, before_arrive, open_barriers, ring_start
 from .schedule import ROWS, WARPGROUP, forward_schedule
-from .softmax import SoftmaxContext, send_factor, softmax_step
-from .tiles import TMEM_COLUMNS
+from .softmax import SoftmaxContext, SoftmaxPlan, send_factor, softmax_step
+from .tiles import TMEM_COLUMNS, emulated_pairs
 
 
 class Sources(NamedTuple):
@@ -71,6 +71,7 @@ class ForwardSm100:
         self.dtype = dtype
         self.schedule = forward_schedule(plan.tile)
         self.mmas = ForwardMmas(self.shape, dtype)
+        self.softmax_plan = SoftmaxPlan(self.shape, dtype, emulated_pairs(plan.arch, plan.head_dim))
 
     @cute.jit
     def __call__(
@@ -237,10 +238,10 @@ class ForwardSm100:
         phase = Int32(0)
         for step in cutlass.range(tiles.last - masked_end, unroll=1):
             visible = keys - (tiles.last - 1 - step) * self.tile.tile_n
-            softmax_step(context, self.shape, query_tile, (phase, phase), visible, self.dtype)
+            softmax_step(context, self.softmax_plan, query_tile, (phase, phase), visible)
             phase = phase ^ 1
         for _ in cutlass.range(masked_end, unroll=1):
-            softmax_step(context, self.shape, query_tile, (phase, phase), None, self.dtype)
+            softmax_step(context, self.softmax_plan, query_tile, (phase, phase), None)
             phase = phase ^ 1
         send_factor(context, query_tile, phase, inverse_total(context.state.total[0]))
         if cutlass.const_expr(lse is not None):

@@ -1,12 +1,13 @@
 """Online softmax, one row a thread: S from tensor memory, P back over it, the factor for O to the correction warps."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float32, Int32
 
-from ..common.numeric import exp2, finite_or_zero, mul_rn, pack_pair
+from ..common.numeric import EXP2_DEGREE, exp2, exp2_polynomial, finite_or_zero, mul_rn, pack_pair
 from ..common.rowstate import RowState
 from .mask import mask_row
 from .memory import ForwardShape, load_columns, store_columns
@@ -16,6 +17,24 @@ CHAINS = 4  # partial maxima of a row
 LOAD = 32  # columns of a TMEM load
 PART = 32  # scores turned into P at a time
 KEEP = -8.0  # log2: a maximum that grew by less is not worth rescaling for; P stays below 2^8, sums far from overflow
+
+
+@dataclass(frozen=True)
+class SoftmaxPlan:
+    """The static part of a softmax step."""
+
+    shape: ForwardShape
+    dtype: type  # of P
+    emulated_pairs: int  # of the PART / 2 pairs that turn into P at a time, how many go through the FMA pipe
+
+    def emulates(self, pair: int) -> bool:
+        """Evenly spread, so that both pipes are busy at once."""
+        pairs = PART // 2
+        return (pair + 1) * self.emulated_pairs // pairs > pair * self.emulated_pairs // pairs
+
+    @property
+    def degree(self) -> int:
+        return EXP2_DEGREE["bfloat16" if self.dtype is BFloat16 else "float16"]
 
 
 class SoftmaxContext(NamedTuple):
@@ -66,13 +85,20 @@ def send_factor(context: SoftmaxContext, tile: cutlass.Constexpr[int], phase: In
     arrive_warp(context.bars.factor_full + tile)
 
 
-def _probabilities(scores: cute.Tensor, packed: cute.Tensor, first: int, scale: Float32, subtrahend: Float32, dtype):
-    """scores[first : first + PART] become exp2(scale * score - subtrahend), and pairs of them 16-bit words."""
-    offset = -subtrahend
-    for c in range(first, first + PART, 2):
-        low, high = cute.arch.fma_packed_f32x2((scores[c], scores[c + 1]), (scale, scale), (offset, offset))
-        scores[c], scores[c + 1] = exp2(low), exp2(high)
-        packed[c // 2] = pack_pair(scores[c], scores[c + 1], dtype)
+def _probabilities(scores: cute.Tensor, packed: cute.Tensor, first: int, line: tuple, plan: SoftmaxPlan, masked: bool):
+    """scores[first : first + PART] become exp2(scale * score - subtrahend), and pairs of them 16-bit words.
+
+    line: scale and subtrahend. Hidden keys must become 0, which only MUFU gives.
+    """
+    scale, offset = line[0], -line[1]
+    for pair in range(PART // 2):
+        c = first + 2 * pair
+        x = cute.arch.fma_packed_f32x2((scores[c], scores[c + 1]), (scale, scale), (offset, offset))
+        if plan.emulates(pair) and not masked:
+            scores[c], scores[c + 1] = exp2_polynomial(x, plan.degree)
+        else:
+            scores[c], scores[c + 1] = exp2(x[0]), exp2(x[1])
+        packed[c // 2] = pack_pair(scores[c], scores[c + 1], plan.dtype)
 
 
 def _row_sum(scores: cute.Tensor) -> Float32:
@@ -87,15 +113,14 @@ def _row_sum(scores: cute.Tensor) -> Float32:
 @cute.jit
 def softmax_step(
     context: SoftmaxContext,
-    shape: cutlass.Constexpr[ForwardShape],
+    plan: cutlass.Constexpr[SoftmaxPlan],
     tile: cutlass.Constexpr[int],
     phases: tuple[Int32, Int32],
     visible: Int32 | None,
-    dtype: cutlass.Constexpr,
 ):
     """One key tile. phases: of S, of the factors; visible: columns that the row sees, None where it sees all."""
     bars, state, thread = context.bars, context.state, context.thread
-    tile_n = cutlass.const_expr(shape.tile.tile_n)
+    shape, tile_n = plan.shape, cutlass.const_expr(plan.shape.tile.tile_n)
     masked = cutlass.const_expr(visible is not None)
     scores = cute.make_rmem_tensor((tile_n,), Float32)
     packed = cute.make_rmem_tensor((tile_n // 2,), Int32)
@@ -109,7 +134,7 @@ def softmax_step(
     subtrahend = _new_reference(scores, context, masked)
     send_factor(context, tile, phases[1], state.rescale[0])
     for first in cutlass.range_constexpr(0, tile_n, PART):
-        _probabilities(scores, packed, first, context.scale_log2, subtrahend, dtype)
+        _probabilities(scores, packed, first, (context.scale_log2, subtrahend), plan, masked)
         store_columns(context.tmem, shape.p_column(tile) + first // 2, packed, first // 2, PART // 2, thread)
         if cutlass.const_expr(first == tile_n - 2 * PART):
             _announce(bars.p_ready + tile)

@@ -14,6 +14,18 @@ KEYS = 128  # of one step: at fewer, reading Q from shared memory would take lon
 FIXED_BYTES = 2048  # barriers, tensor memory's address, row factors, and the alignment of what follows them
 SLOT_BYTES = 32 * 1024  # of the K/V ring at most: 128 keys x 128 columns
 
+# arch -> width_qk up to which -> exponentials of 16 pairs that the FMA pipe computes. A score costs MUFU 1/16 clock of
+# the SM and the tensor cores (width_qk + width_v) / 4096: at 64 MUFU takes twice as long, at 128 as long, beyond less.
+EMULATED_PAIRS = {
+    "sm_100a": {64: 4, 128: 2, 256: 0},
+    "sm_103a": {256: 0},  # MUFU is twice as wide there
+}
+
+
+def emulated_pairs(arch: str, width_qk: int) -> int:
+    rows = EMULATED_PAIRS[arch]
+    return rows[min(bound for bound in rows if bound >= width_qk)]
+
 
 def width(head_dim: int) -> int:
     """The tiled head_dim: rounded up to the step, at least one swizzle atom (32 elements)."""
