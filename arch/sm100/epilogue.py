@@ -55,7 +55,7 @@ def output_to_smem(
 def store_output(
     out: OutputRoom, work: WorkTile, tile: cutlass.Constexpr[int], shape: cutlass.Constexpr[ForwardShape], warp: Int32
 ):
-    """One warp issues TMA once all have stored. Rows past seqlen_q and columns past head_dim_v are clipped."""
+    """One warp issues TMA once all threads have stored. Rows past seqlen_q and columns past head_dim_v are clipped."""
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=O_STORED, number_of_threads=WARPGROUP)
     if warp == 0:
@@ -74,7 +74,7 @@ def store_output(
 
 @cute.jit
 def await_stores(warp: Int32):
-    """Shared memory has been read by every store: it may be written again, or end."""
+    """For the warp that issued them: shared memory has been read, and may be written again, or end."""
     if warp == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -1,16 +1,16 @@
 """Forward on Blackwell: memory and barriers are opened, then each warp takes its role. Not yet run on silicon.
 
-FlashAttention-4 (arXiv 2603.05451), section 3.1: products accumulate in tensor memory, so that softmax threads own whole
-rows and hold nothing else; two query tiles alternate on the tensor cores; a correction warpgroup takes the rescaling of
-O off the softmax, and does it only where a maximum grew much. Key tiles that only the second query tile sees are not
-given to the first.
+FlashAttention-4 (arXiv 2603.05451), section 3.1: products accumulate in tensor memory, so that softmax threads own
+whole rows and hold nothing else; two query tiles alternate on the tensor cores; a correction warpgroup takes the
+rescaling of O off the softmax, and does it only where a maximum grew much. Key tiles that only the second query tile
+sees are not given to the first.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, make_tiled_tma_atom_A, make_tiled_tma_atom_B, tcgen05
 from cutlass.memory import SmemAllocator
 
@@ -20,15 +20,15 @@ from ..common.blocks import KeyTiles, key_tiles
 from ..common.numeric import LOG2_E
 from ..common.order import WorkTile, head_by_head, longest_first, tile_count
 from ..common.rowstate import inverse_total, make_row_state
-from .correction import CorrectionContext, correct_step, receive_factor
+from .correction import CorrectionContext, CorrectionState, correct_pair, correct_single, receive_factor
 from .epilogue import OutputRoom, await_stores, output_to_smem, store_lse, store_output
 from .load import LoadContext, TmaSource, load_tile, tile_copy
 from .mask import visible_keys
 from .memory import ForwardLayouts, ForwardShape, forward_layouts, forward_storage
-from .mma import ForwardMmas, MmaContext, make_fragments, multiply_tile
-from .pipeline import after_wait, barrier_count, before_arrive, open_barriers, ring_start
-from .schedule import ROWS, WARPGROUP, forward_schedule
-from .softmax import SoftmaxContext, SoftmaxPlan, send_factor, softmax_step
+from .mma import ForwardMmas, MmaContext, MmaState, make_fragments, multiply_pair, multiply_single
+from .pipeline import O_STORED, after_wait, arrive_warp, barrier_count, before_arrive, open_barriers, ring_start
+from .schedule import ROWS, WARPGROUP, WARPS_PER_GROUP, forward_schedule
+from .softmax import SoftmaxContext, SoftmaxPlan, SoftmaxSlots, send_factor, softmax_step
 from .tiles import TMEM_COLUMNS, emulated_pairs
 
 
@@ -107,12 +107,27 @@ class ForwardSm100:
             o=TmaSource(*cpasync.make_tiled_tma_atom(store, view(o, rows), o_stage, o_box)),
         )
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
+        ctas = tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
+        if cutlass.const_expr(self.tile.ctas > 0):
+            ctas = cutlass.min(ctas, self.tile.ctas)
         self.kernel(sources, lse, scale * LOG2_E, sizes, layouts).launch(
-            grid=(tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch), 1, 1),
+            grid=(ctas, 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,  # tells ptxas the register count at entry; without it setmaxnreg is ignored
             stream=stream,
         )
+
+    @cute.jit
+    def _turns(self, sizes: Sizes) -> Int32:
+        """Work tiles of this CTA: its own index, then every grid-th after it."""
+        if cutlass.const_expr(self.tile.ctas == 0):
+            return Int32(1)
+        count = tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
+        return cute.ceil_div(count - cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
+
+    @cute.jit
+    def _work_of_turn(self, turn: Int32, sizes: Sizes) -> WorkTile:
+        return self._work(cute.arch.block_idx()[0] + turn * cute.arch.grid_dim()[0], sizes)
 
     @cute.jit
     def _work(self, index: Int32, sizes: Sizes) -> WorkTile:
@@ -125,7 +140,7 @@ class ForwardSm100:
         return longest_first(index, m_blocks, sizes.heads_q, sizes.batch, kv_bytes, group)
 
     @cute.jit
-    def _tiles(self, work: WorkTile, query_tile: cutlass.Constexpr[int], sizes: Sizes) -> KeyTiles:
+    def _tiles(self, work: WorkTile, query_tile: Int32, sizes: Sizes) -> KeyTiles:
         """Key tiles of one query tile. At least one, so that every role has a step to take: a row that sees nothing of
         it ends with a sum of 0."""
         row_start = (work.m_block * self.shape.query_tiles + query_tile) * ROWS
@@ -165,109 +180,127 @@ class ForwardSm100:
             factors=storage.factors.get_tensor(cute.make_layout((ROWS, shape.query_tiles))),
             tmem=tmem,
         )
-        index, _, _ = cute.arch.block_idx()
-        work = self._work(index, sizes)
         if warp >= schedule.mma_warp:
             cute.arch.setmaxregister_decrease(schedule.other_registers)
             if warp == schedule.load_warp:
-                self.load(sources, room, work, sizes)
+                self.load(sources, room, sizes)
             if warp == schedule.mma_warp:
-                self.multiply(room, work, sizes)
+                self.multiply(room, sizes)
         elif warp >= schedule.correction_warp:
             cute.arch.setmaxregister_decrease(schedule.correction_registers)
-            self.correct(sources.o, room, work, sizes)
+            self.correct(sources.o, room, sizes)
         else:
             cute.arch.setmaxregister_increase(schedule.softmax_registers)
-            if warp < 4:
-                self.softmax(room, lse, scale_log2, work, sizes, 0)
-            else:
-                self.softmax(room, lse, scale_log2, work, sizes, shape.query_tiles - 1)
+            self.softmax(room, lse, scale_log2, sizes)
         cute.arch.sync_threads()
         if warp == schedule.mma_warp:
             cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
 
     @cute.jit
-    def load(self, sources: Sources, room: Room, work: WorkTile, sizes: Sizes):
-        shape = self.shape
-        head_kv = work.head // (sizes.heads_q // sizes.heads_kv)
+    def load(self, sources: Sources, room: Room, sizes: Sizes):
+        shape, ring, phase = self.shape, ring_start(), Int32(0)
         qk, pv = self.mmas.qk().get_slice(0), self.mmas.pv().get_slice(0)
-        q = sources.q.tensor[None, None, work.head, work.batch]
-        k = sources.k.tensor[None, None, head_kv, work.batch]
-        v = sources.v.tensor[None, None, head_kv, work.batch]
-        q_tiles = cute.local_tile(q, (ROWS, shape.width_qk), (None, 0))
-        k_tiles = cute.local_tile(k, (self.tile.tile_n, shape.key_chunk), (None, None))
-        v_tiles = cute.local_tile(v, (shape.width_v, shape.value_chunk), (0, None))
-        context = LoadContext(
-            bars=room.bars,
-            q=tile_copy(sources.q, room.q, qk.partition_A(q_tiles)),
-            k=tile_copy(sources.k, room.k, qk.partition_B(k_tiles)),
-            v=tile_copy(sources.v, room.v, pv.partition_B(v_tiles)),
-        )
-        steps, _ = self._steps(work, sizes)
-        load_tile(context, work.m_block * shape.query_tiles, steps, ring_start(), Int32(0), shape)
+        for turn in cutlass.range(self._turns(sizes), unroll=1):
+            work = self._work_of_turn(turn, sizes)
+            head_kv = work.head // (sizes.heads_q // sizes.heads_kv)
+            q = sources.q.tensor[None, None, work.head, work.batch]
+            k = sources.k.tensor[None, None, head_kv, work.batch]
+            v = sources.v.tensor[None, None, head_kv, work.batch]
+            q_tiles = cute.local_tile(q, (ROWS, shape.width_qk), (None, 0))
+            k_tiles = cute.local_tile(k, (self.tile.tile_n, shape.key_chunk), (None, None))
+            v_tiles = cute.local_tile(v, (shape.width_v, shape.value_chunk), (0, None))
+            context = LoadContext(
+                bars=room.bars,
+                q=tile_copy(sources.q, room.q, qk.partition_A(q_tiles)),
+                k=tile_copy(sources.k, room.k, qk.partition_B(k_tiles)),
+                v=tile_copy(sources.v, room.v, pv.partition_B(v_tiles)),
+            )
+            steps, _ = self._steps(work, sizes)
+            ring = load_tile(context, work.m_block * shape.query_tiles, steps, ring, phase, shape)
+            phase = phase ^ 1
 
     @cute.jit
-    def multiply(self, room: Room, work: WorkTile, sizes: Sizes):
+    def multiply(self, room: Room, sizes: Sizes):
         context = MmaContext(room.bars, make_fragments(self.mmas, (room.q, room.k, room.v), room.tmem))
-        steps, skip = self._steps(work, sizes)
-        multiply_tile(context, self.mmas, steps, skip, ring_start(), (Int32(0), Int32(0), Int32(0)))
+        state = MmaState(ring_start(), Int32(0), (Int32(0), Int32(0)))
+        for turn in cutlass.range(self._turns(sizes), unroll=1):
+            steps, skip = self._steps(self._work_of_turn(turn, sizes), sizes)
+            if cutlass.const_expr(self.shape.query_tiles == 2):
+                state = multiply_pair(context, self.mmas, steps, skip, state)
+            else:
+                state = multiply_single(context, self.mmas, steps, state)
 
     @cute.jit
-    def softmax(
-        self,
-        room: Room,
-        lse: cute.Tensor | None,
-        scale_log2: Float32,
-        work: WorkTile,
-        sizes: Sizes,
-        query_tile: cutlass.Constexpr[int],
-    ):
+    def softmax(self, room: Room, lse: cute.Tensor | None, scale_log2: Float32, sizes: Sizes):
+        query_tile = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_GROUP
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        context = SoftmaxContext(
-            bars=room.bars,
-            tmem=room.tmem,
-            state=make_row_state(1),
-            factors=room.factors[None, query_tile],
-            scale_log2=scale_log2,
-            thread=thread,
-        )
-        tiles = self._tiles(work, query_tile, sizes)
-        row = (work.m_block * self.shape.query_tiles + query_tile) * ROWS + thread
+        slots = SoftmaxSlots(query_tile, query_tile, Int32(0), Int32(0))
+        for turn in cutlass.range(self._turns(sizes), unroll=1):
+            work = self._work_of_turn(turn, sizes)
+            context = SoftmaxContext(
+                bars=room.bars,
+                tmem=room.tmem,
+                tile=query_tile,
+                state=make_row_state(1),
+                factors=room.factors[None, query_tile],
+                scale_log2=scale_log2,
+                thread=thread,
+            )
+            row = (work.m_block * self.shape.query_tiles + query_tile) * ROWS + thread
+            slots = self.attend(context, self._tiles(work, query_tile, sizes), row, slots, sizes)
+            send_factor(context, slots.factor_phase, inverse_total(context.state.total[0]))
+            slots = SoftmaxSlots(slots.first, slots.s, slots.s_phase, slots.factor_phase ^ 1)
+            if cutlass.const_expr(lse is not None):
+                store_lse(lse, context.state, work, row, scale_log2)
+
+    @cute.jit
+    def attend(
+        self, context: SoftmaxContext, tiles: KeyTiles, row: Int32, slots: SoftmaxSlots, sizes: Sizes
+    ) -> SoftmaxSlots:
+        """One query tile over all its key tiles, from the last to the first."""
         keys = visible_keys(row, (sizes.seqlen_q, sizes.seqlen_k), self.causal)
         masked_end = cutlass.min(tiles.unmasked, tiles.last)
-        phase = Int32(0)
         for step in cutlass.range(tiles.last - masked_end, unroll=1):
             visible = keys - (tiles.last - 1 - step) * self.tile.tile_n
-            softmax_step(context, self.softmax_plan, query_tile, (phase, phase), visible)
-            phase = phase ^ 1
+            slots = softmax_step(context, self.softmax_plan, slots, visible)
         for _ in cutlass.range(masked_end, unroll=1):
-            softmax_step(context, self.softmax_plan, query_tile, (phase, phase), None)
-            phase = phase ^ 1
-        send_factor(context, query_tile, phase, inverse_total(context.state.total[0]))
-        if cutlass.const_expr(lse is not None):
-            store_lse(lse, context.state, work, row, scale_log2)
+            slots = softmax_step(context, self.softmax_plan, slots, None)
+        return slots
 
     @cute.jit
-    def correct(self, store: TmaSource, room: Room, work: WorkTile, sizes: Sizes):
-        shape = self.shape
+    def correct(self, store: TmaSource, room: Room, sizes: Sizes):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         warp = cute.arch.make_warp_uniform(thread // 32)
         context = CorrectionContext(room.bars, room.tmem, room.factors, thread)
-        out = OutputRoom(room.o, store)
-        steps, skip = self._steps(work, sizes)
-        first = last = Int32(0)  # phases of the two query tiles' factors
-        for step in cutlass.range(steps, unroll=1):
-            if cutlass.const_expr(shape.query_tiles == 2):
-                if step >= skip:
-                    correct_step(context, shape, 0, first, step > skip)
-                    first = first ^ 1
-            correct_step(context, shape, shape.query_tiles - 1, last, step > 0)
-            last = last ^ 1
-        for tile in cutlass.range_constexpr(shape.query_tiles):
-            phase = last if cutlass.const_expr(tile == shape.query_tiles - 1) else first
-            factor = receive_factor(context, tile, phase)
-            cute.arch.mbarrier_wait(room.bars.o_full + tile, Int32(0))
-            after_wait()
-            output_to_smem(room.tmem, room.o[None, None, tile], shape, tile, factor, thread)
-            store_output(out, work, tile, shape, warp)
+        state = CorrectionState((Int32(0), Int32(0)), Int32(0), ring_start())
+        for turn in cutlass.range(self._turns(sizes), unroll=1):
+            work = self._work_of_turn(turn, sizes)
+            steps, skip = self._steps(work, sizes)
+            if cutlass.const_expr(self.shape.query_tiles == 2):
+                state = correct_pair(context, self.shape, steps, skip, state)
+            else:
+                state = correct_single(context, self.shape, steps, state)
+            state = self.leave(context, OutputRoom(room.o, store), work, state, warp)
         await_stores(warp)
+
+    @cute.jit
+    def leave(
+        self, context: CorrectionContext, out: OutputRoom, work: WorkTile, state: CorrectionState, warp: Int32
+    ) -> CorrectionState:
+        """The finished query tiles of a work tile."""
+        shape, bars, factors = self.shape, context.bars, list(state.factors)
+        await_stores(warp)  # of the work tile before
+        cute.arch.barrier(barrier_id=O_STORED, number_of_threads=WARPGROUP)
+        for tile in cutlass.range_constexpr(shape.query_tiles):
+            factor = receive_factor(context, tile, factors[tile])
+            factors[tile] = factors[tile] ^ 1
+            cute.arch.mbarrier_wait(bars.o_full + tile, state.o_phase)
+            after_wait()
+            output_to_smem(context.tmem, out.smem[None, None, tile], shape, tile, factor, context.thread)
+            store_output(out, work, tile, shape, warp)
+        if cutlass.const_expr(shape.shared_output):
+            await_stores(warp)
+            if warp == 0:
+                for tile in cutlass.range_constexpr(shape.query_tiles):
+                    arrive_warp(bars.q_free + tile)
+        return CorrectionState(tuple(factors), state.o_phase ^ 1, state.slot)

@@ -1,6 +1,6 @@
 """The load role: one warp moves the query tiles, then K and V from the last key tile to the first, through TMA.
 
-K and V share one ring, in the order in which the MMA warp asks for them: K, V, K, V, each in its chunks.
+K and V share one ring, in the order in which the MMA warp asks for them, each in its chunks.
 """
 
 from typing import NamedTuple
@@ -63,25 +63,37 @@ def _fetch_query(context: LoadContext, first: Int32, tile: cutlass.Constexpr[int
 
 
 @cute.jit
+def _fetch_keys(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Constexpr[ForwardShape]) -> Ring:
+    for chunk in cutlass.range_constexpr(shape.key_chunks):
+        _fetch(context.k, context.k.source[None, tile, chunk], context.bars, ring, shape.tile_bytes[1])
+        ring = advanced(ring, shape.tile.stages)
+    return ring
+
+
+@cute.jit
+def _fetch_values(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Constexpr[ForwardShape]) -> Ring:
+    for chunk in cutlass.range_constexpr(shape.value_chunks):
+        source = context.v.source[None, tile * shape.value_chunks + chunk]
+        _fetch(context.v, source, context.bars, ring, shape.tile_bytes[2])
+        ring = advanced(ring, shape.tile.stages)
+    return ring
+
+
+@cute.jit
 def load_tile(
     context: LoadContext, first: Int32, steps: Int32, ring: Ring, phase: Int32, shape: cutlass.Constexpr[ForwardShape]
 ) -> Ring:
     """All that one work tile reads. first: of its query tiles; phase: of the query rooms. One converged warp."""
-    width, slots = cutlass.const_expr(2), cutlass.const_expr(shape.tile.stages)  # bytes of an element
-    q_bytes = cutlass.const_expr(128 * shape.width_qk * width)
-    k_bytes = cutlass.const_expr(shape.tile.tile_n * shape.key_chunk * width)
-    v_bytes = cutlass.const_expr(shape.width_v * shape.value_chunk * width)
-    _fetch_query(context, first, 0, phase, q_bytes)
-    for step in cutlass.range(steps, unroll=1):
+    _fetch_query(context, first, 0, phase, shape.tile_bytes[0])
+    ring = _fetch_keys(context, steps - 1, ring, shape)
+    if cutlass.const_expr(shape.query_tiles == 2):
+        _fetch_query(context, first, 1, phase, shape.tile_bytes[0])
+    for step in cutlass.range(steps - 1, unroll=1):
         tile = steps - 1 - step
-        for chunk in cutlass.range_constexpr(shape.key_chunks):
-            _fetch(context.k, context.k.source[None, tile, chunk], context.bars, ring, k_bytes)
-            ring = advanced(ring, slots)
         if cutlass.const_expr(shape.query_tiles == 2):
-            if step == 0:
-                _fetch_query(context, first, 1, phase, q_bytes)
-        for chunk in cutlass.range_constexpr(shape.value_chunks):
-            source = context.v.source[None, tile * shape.value_chunks + chunk]
-            _fetch(context.v, source, context.bars, ring, v_bytes)
-            ring = advanced(ring, slots)
-    return ring
+            ring = _fetch_values(context, tile, ring, shape)
+            ring = _fetch_keys(context, tile - 1, ring, shape)
+        else:  # the MMA warp asks for K a step ahead
+            ring = _fetch_keys(context, tile - 1, ring, shape)
+            ring = _fetch_values(context, tile, ring, shape)
+    return _fetch_values(context, Int32(0), ring, shape)

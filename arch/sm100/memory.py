@@ -9,15 +9,14 @@ factors (query_tiles, 128) float32     softmax -> correction: what O is multipli
 barriers, tensor memory's address
 
 tensor memory, 32-bit columns of 128 lanes (rows):
-    S of tile i     128 i .. 128 i + 127
-    P of tile i     over the second half of its S, two 16-bit values a column
-    O of tile i     128 query_tiles + width_v i ..
+    S slots 0, 1     0 and 128: of the two query tiles, or of even and odd steps of a single one
+    P                over the second half of its S, two 16-bit values a column
+    O of tile i      256 + width_v i
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as blackwell
 from cutlass import Float32, Int32, Int64
@@ -27,7 +26,7 @@ from cutlass.utils import LayoutEnum
 from cute_flash.spec.plan import Tile
 
 from .schedule import ROWS
-from .tiles import TMEM_COLUMNS, key_chunk, shared_output, slot_elements, tmem_columns, value_chunk
+from .tiles import SCORE_SLOTS, TMEM_COLUMNS, key_chunk, shared_output, slot_elements, tmem_columns, value_chunk
 
 SWIZZLE_ALIGN = 1024  # bytes: one period of the 128-byte swizzle
 LANE = 1 << 16  # tensor memory addresses: lane in the upper half, column in the lower
@@ -73,17 +72,23 @@ class ForwardShape:
         return self.tile.tile_n // self.value_chunk
 
     @property
+    def tile_bytes(self) -> tuple[int, int, int]:
+        """What one TMA copy of Q, of a chunk of K, of a chunk of V brings; 16-bit values."""
+        keys = self.tile.tile_n
+        return 2 * ROWS * self.width_qk, 2 * keys * self.key_chunk, 2 * self.width_v * self.value_chunk
+
+    @property
     def shared_output(self) -> bool:
         return shared_output(self.tile.tile_m, self.width_qk, self.width_v)
 
-    def s_column(self, query_tile: int) -> int:
-        return self.tile.tile_n * query_tile
+    def s_column(self, slot: int | Int32) -> int | Int32:
+        return slot * self.tile.tile_n
 
-    def p_column(self, query_tile: int) -> int:
-        return self.s_column(query_tile) + self.tile.tile_n // 2
+    def p_column(self, slot: int | Int32) -> int | Int32:
+        return slot * self.tile.tile_n + self.tile.tile_n // 2
 
     def o_column(self, query_tile: int) -> int:
-        return self.tile.tile_n * self.query_tiles + self.width_v * query_tile
+        return SCORE_SLOTS * self.tile.tile_n + self.width_v * query_tile
 
 
 def _with_slot_stride(layout: cute.ComposedLayout, elements: int) -> cute.ComposedLayout:
@@ -133,7 +138,7 @@ def _registers(registers: cute.Tensor, first: int, shape: tuple) -> cute.Tensor:
 
 
 def load_columns(base: cute.Pointer, column: int, registers: cute.Tensor, first: int, count: int, thread: Int32):
-    """This thread's row, `count` columns from tensor memory into registers[first:]. Wait with a fence before reading."""
+    """This thread's row: `count` columns of tensor memory into registers[first:]. Fence before reading them."""
     source = _columns(base, column, count)
     op = tcgen05.Ld32x32bOp(tcgen05.Repetition(count))
     copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, registers.element_type), source)

@@ -6,14 +6,17 @@ q_free        query tile  commit of the last Q K^T; or the thread    load: the r
                           that stored O, where O shares the room
 ring_full     slot        load warp + tx bytes                       MMA: a chunk of K or V is there
 ring_free     slot        commit of its last product                 load: the slot may be filled
-s_full        query tile  commit of Q K^T                            softmax: S is there, and so is O of the step before
-p_ready       query tile  4 softmax warps, 4 correction warps        MMA: P begins, O is rescaled (or free, at first)
-p_tail        query tile  4 softmax warps                            MMA: the last quarter of P is there
+s_full        S slot      commit of Q K^T                            softmax: S is there
+p_ready       S slot      4 softmax warps, 4 correction warps        MMA: P begins, O is rescaled (or free, at first)
+p_tail        S slot      4 softmax warps                            MMA: the last quarter of P is there
 factor_full   query tile  4 softmax warps                            correction: the factors of the rows
 factor_free   query tile  4 correction warps                         softmax: the factors have been read
-o_full        query tile  commit of the last P V                     correction: O is final
+o_full        query tile  commit of P V: of the last one, with a     correction: O may be read
+                          single query tile of every one
 
-S needs no edge back to the MMA warp: P over S says that S has been read, and products run in the order of issue.
+S needs no edge back to the MMA warp: P over S says that S has been read, and products run in the order of issue. With
+two query tiles s_full also says that O of the step before is complete, whose products were issued before; with one, the
+next Q K^T is issued ahead of P V, and o_full says it.
 
 named barrier     threads              meaning
 O_STORED          128: correction      O of a query tile is in shared memory
@@ -28,6 +31,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import tcgen05
 
 from .schedule import WARPS_PER_GROUP
+from .tiles import SCORE_SLOTS
 
 O_STORED = 1  # id; 0 belongs to __syncthreads
 
@@ -59,9 +63,9 @@ def edges(query_tiles: int, slots: int) -> tuple[Edge, ...]:
         Edge("q_free", query_tiles, 1),
         Edge("ring_full", slots, 1),
         Edge("ring_free", slots, 1),
-        Edge("s_full", query_tiles, 1),
-        Edge("p_ready", query_tiles, 2 * warps),
-        Edge("p_tail", query_tiles, warps),
+        Edge("s_full", SCORE_SLOTS, 1),
+        Edge("p_ready", SCORE_SLOTS, 2 * warps),
+        Edge("p_tail", SCORE_SLOTS, warps),
         Edge("factor_full", query_tiles, warps),
         Edge("factor_free", query_tiles, warps),
         Edge("o_full", query_tiles, 1),
@@ -86,7 +90,7 @@ def open_barriers(first: cute.Pointer, query_tiles: cutlass.Constexpr[int], slot
 
 
 class Ring(NamedTuple):
-    """A place in the K/V ring. The producer waits for the other phase: slots begin free."""
+    """A place in the K/V ring, or among the S slots. A ring's producer waits for the other phase: slots begin free."""
 
     slot: Int32
     phase: Int32

@@ -42,6 +42,7 @@ class SoftmaxContext(NamedTuple):
 
     bars: Barriers
     tmem: cute.Pointer
+    tile: Int32  # query tile: both warpgroups run the same code
     state: RowState  # one row
     factors: cute.Tensor  # (128,) of this query tile
     scale_log2: Float32
@@ -78,11 +79,11 @@ def _new_reference(scores: cute.Tensor, context: SoftmaxContext, masked: cutlass
 
 
 @cute.jit
-def send_factor(context: SoftmaxContext, tile: cutlass.Constexpr[int], phase: Int32, factor: Float32):
+def send_factor(context: SoftmaxContext, phase: Int32, factor: Float32):
     """To the correction warps: what this row of O is to be multiplied by."""
-    cute.arch.mbarrier_wait(context.bars.factor_free + tile, phase ^ 1)
+    cute.arch.mbarrier_wait(context.bars.factor_free + context.tile, phase ^ 1)
     context.factors[context.thread] = factor
-    arrive_warp(context.bars.factor_full + tile)
+    arrive_warp(context.bars.factor_full + context.tile)
 
 
 def _probabilities(scores: cute.Tensor, packed: cute.Tensor, first: int, line: tuple, plan: SoftmaxPlan, masked: bool):
@@ -110,36 +111,49 @@ def _row_sum(scores: cute.Tensor) -> Float32:
     return low + high
 
 
+class SoftmaxSlots(NamedTuple):
+    """What lasts from step to step, and from one work tile to the next."""
+
+    first: Int32  # S slot of this warpgroup's first step: its own, or 0 where a single query tile has both
+    s: Int32
+    s_phase: Int32
+    factor_phase: Int32
+
+
 @cute.jit
 def softmax_step(
     context: SoftmaxContext,
     plan: cutlass.Constexpr[SoftmaxPlan],
-    tile: cutlass.Constexpr[int],
-    phases: tuple[Int32, Int32],
+    slots: SoftmaxSlots,
     visible: Int32 | None,
-):
-    """One key tile. phases: of S, of the factors; visible: columns that the row sees, None where it sees all."""
-    bars, state, thread = context.bars, context.state, context.thread
-    shape, tile_n = plan.shape, cutlass.const_expr(plan.shape.tile.tile_n)
+) -> SoftmaxSlots:
+    """One key tile. visible: columns that the row sees, None where it sees all. -> the slots of the next step."""
+    bars, state, thread, slot = context.bars, context.state, context.thread, slots.s
+    tile_n = cutlass.const_expr(plan.shape.tile.tile_n)
     masked = cutlass.const_expr(visible is not None)
     scores = cute.make_rmem_tensor((tile_n,), Float32)
     packed = cute.make_rmem_tensor((tile_n // 2,), Int32)
-    cute.arch.mbarrier_wait(bars.s_full + tile, phases[0])
+    s, p = context.tmem + plan.shape.s_column(slot), context.tmem + plan.shape.p_column(slot)
+    cute.arch.mbarrier_wait(bars.s_full + slot, slots.s_phase)
     after_wait()
     for first in cutlass.range_constexpr(0, tile_n, LOAD):
-        load_columns(context.tmem, shape.s_column(tile) + first, scores, first, LOAD, thread)
+        load_columns(s, first, scores, first, LOAD, thread)
     cute.arch.fence_view_async_tmem_load()
     if cutlass.const_expr(masked):
         mask_row(scores, visible)
     subtrahend = _new_reference(scores, context, masked)
-    send_factor(context, tile, phases[1], state.rescale[0])
+    send_factor(context, slots.factor_phase, state.rescale[0])
     for first in cutlass.range_constexpr(0, tile_n, PART):
         _probabilities(scores, packed, first, (context.scale_log2, subtrahend), plan, masked)
-        store_columns(context.tmem, shape.p_column(tile) + first // 2, packed, first // 2, PART // 2, thread)
+        store_columns(p, first // 2, packed, first // 2, PART // 2, thread)
         if cutlass.const_expr(first == tile_n - 2 * PART):
-            _announce(bars.p_ready + tile)
-    _announce(bars.p_tail + tile)
+            _announce(bars.p_ready + slot)
+    _announce(bars.p_tail + slot)
     state.total[0] = state.total[0] * state.rescale[0] + _row_sum(scores)
+    if cutlass.const_expr(plan.shape.query_tiles == 1):
+        slot = slot ^ 1
+    phase = slots.s_phase ^ 1 if slot == slots.first else slots.s_phase
+    return SoftmaxSlots(slots.first, slot, phase, slots.factor_phase ^ 1)
 
 
 def _announce(barrier: cute.Pointer):

@@ -12,6 +12,7 @@ WIDE_STEP = 64  # beyond 128, so that a width splits into two equal chunks
 ROWS = 128  # of one query tile
 KEYS = 128  # of one step: at fewer, reading Q from shared memory would take longer than multiplying it
 FIXED_BYTES = 2048  # barriers, tensor memory's address, row factors, and the alignment of what follows them
+SCORE_SLOTS = 2  # S in tensor memory: of two query tiles, or of two steps of one
 SLOT_BYTES = 32 * 1024  # of the K/V ring at most: 128 keys x 128 columns
 
 # arch -> width_qk up to which -> exponentials of 16 pairs that the FMA pipe computes. A score costs MUFU 1/16 clock of
@@ -34,8 +35,8 @@ def width(head_dim: int) -> int:
 
 
 def tmem_columns(query_tiles: int, width_v: int) -> int:
-    """S (P lies over it) and O of every query tile."""
-    return query_tiles * (KEYS + width_v)
+    """Two S (P lies over them), and O of every query tile."""
+    return SCORE_SLOTS * KEYS + query_tiles * width_v
 
 
 def key_chunk(width_qk: int) -> int:
@@ -75,12 +76,16 @@ def slots(tile_m: int, width_qk: int, width_v: int) -> int:
     return min(8, _slots_beside(tile_m, row, width_qk, width_v))
 
 
-def forward_tile(head_dim: int, head_dim_v: int) -> Tile:
-    """Two query tiles where tensor memory holds them, else one."""
+def forward_tile(head_dim: int, head_dim_v: int, causal: bool, sm_count: int) -> Tile:
+    """Two query tiles where tensor memory holds them, else one.
+
+    Under a full mask all work tiles cost the same, and persistent CTAs hide the end of one behind the next. Causal ones
+    differ: a CTA each, longest first, lets the hardware level them.
+    """
     width_qk, width_v = width(head_dim), width(head_dim_v)
     for query_tiles in (2, 1):
         tile_m = query_tiles * ROWS
         stages = slots(tile_m, width_qk, width_v)
         if tmem_columns(query_tiles, width_v) <= TMEM_COLUMNS and stages >= chunks(width_qk, width_v):
-            return Tile(tile_m, KEYS, stages=stages)
+            return Tile(tile_m, KEYS, stages=stages, ctas=0 if causal else sm_count)
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
