@@ -56,6 +56,11 @@ def exp2_polynomial(x: tuple[Float32, Float32], degree: int) -> tuple[Float32, F
     return low, high
 
 
+def fresh(x: Int32) -> Int32:
+    """x, but the compiler cannot know: what is computed from it in a loop is not moved out, to hold a register there."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
 def mul_rn(a: Float32, b: Float32) -> Float32:
     """a * b rounded by itself: never contracted into a following add, so that the same product has the same bits
     wherever it is formed again."""

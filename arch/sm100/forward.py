@@ -17,7 +17,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from ..common.blocks import KeyTiles, key_tiles
-from ..common.numeric import LOG2_E
+from ..common.numeric import LOG2_E, fresh
 from ..common.order import WorkTile, head_by_head, longest_first, tile_count
 from ..common.rowstate import inverse_total, make_row_state
 from .correction import CorrectionContext, CorrectionState, correct_pair, correct_single, receive_factor
@@ -127,7 +127,8 @@ class ForwardSm100:
 
     @cute.jit
     def _work_of_turn(self, turn: Int32, sizes: Sizes) -> WorkTile:
-        return self._work(cute.arch.block_idx()[0] + turn * cute.arch.grid_dim()[0], sizes)
+        index = cute.arch.block_idx()[0] + turn * cute.arch.grid_dim()[0]
+        return self._work(index, Sizes(*(fresh(size) for size in sizes)))
 
     @cute.jit
     def _work(self, index: Int32, sizes: Sizes) -> WorkTile:
@@ -289,6 +290,7 @@ class ForwardSm100:
     ) -> CorrectionState:
         """The finished query tiles of a work tile."""
         shape, bars, factors = self.shape, context.bars, list(state.factors)
+        thread = fresh(context.thread)
         await_stores(warp)  # of the work tile before
         cute.arch.barrier(barrier_id=O_STORED, number_of_threads=WARPGROUP)
         for tile in cutlass.range_constexpr(shape.query_tiles):
@@ -296,7 +298,7 @@ class ForwardSm100:
             factors[tile] = factors[tile] ^ 1
             cute.arch.mbarrier_wait(bars.o_full + tile, state.o_phase)
             after_wait()
-            output_to_smem(context.tmem, out.smem[None, None, tile], shape, tile, factor, context.thread)
+            output_to_smem(context.tmem, out.smem[None, None, tile], shape, tile, factor, thread)
             store_output(out, work, tile, shape, warp)
         if cutlass.const_expr(shape.shared_output):
             await_stores(warp)
