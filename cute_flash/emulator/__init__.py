@@ -10,6 +10,8 @@ Nothing here imports cutlass until emulation is switched on.
 
 from __future__ import annotations
 
+import contextlib
+
 from .errors import BadAccess, Deadlock, EmulatorError, IllegalInstruction, Race, UnknownInstruction
 
 __all__ = [
@@ -39,8 +41,8 @@ class Emulation:
         self.arch, self.edit = arch, edit
         self.options = Options(**knobs)
         self.launches: list[dict] = []
-        self._hooks = None
-        self._outer = None
+        self._hooks: contextlib.ExitStack | None = None
+        self._outer: tuple = ()
 
     def __enter__(self) -> Emulation:
         from .hooks import apply
@@ -57,7 +59,8 @@ class Emulation:
 
         _stack.remove(self)
         RUNTIME.options, RUNTIME.launches, RUNTIME.edit = self._outer
-        self._hooks.close()
+        if self._hooks is not None:
+            self._hooks.close()
 
     @property
     def counters(self):
@@ -94,7 +97,8 @@ def call(function, *args):
 
 
 def run(function, *args, arch: str, **knobs) -> Emulation:
-    """Run any CuTe-DSL callable once: a @cute.jit function, a compiled one or a loaded one. -> the finished emulation."""
+    """Run any CuTe-DSL callable once: a @cute.jit function, a compiled one or a loaded one. -> the finished
+    emulation."""
     with emulate(arch, **knobs) as emulation:
         if hasattr(function, "__tvm_ffi_object__") or type(function).__module__.startswith("tvm_ffi"):
             call(function, *args)

@@ -105,7 +105,8 @@ class NamedBarrier:
         need = self.expected if self.expected is not None else 32 * self.cta.live_warps()
         if self.arrived > need:
             raise IllegalInstruction(
-                f"barrier {self.number} expects {need} threads, but {self.arrived} arrived (warps {', '.join(self.members)})"
+                f"barrier {self.number} expects {need} threads, but {self.arrived} arrived"
+                f" (warps {', '.join(self.members)})"
             )
         if self.arrived == need:
             self.generation += 1
@@ -125,7 +126,8 @@ class NamedBarrierWait:
     def describe(self) -> str:
         b = self.barrier
         need = b.expected if b.expected is not None else "all live"
-        return f"waits at named barrier {b.number} (generation {self.generation}; {b.arrived} of {need} threads, warps {', '.join(b.members)})"
+        arrived = f"{b.arrived} of {need} threads, warps {', '.join(b.members)}"
+        return f"waits at named barrier {b.number} (generation {self.generation}; {arrived})"
 
 
 class ClusterBarrier:

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-_FAMILY = {
-    "ex2": "ex2", "lg2": "sfu", "rcp": "sfu", "sqrt": "sfu", "rsqrt": "sfu", "sin": "sfu", "cos": "sfu", "tanh": "sfu",
-    "cvt": "convert", "mov": "move", "selp": "select", "setp": "compare", "shfl": "shuffle", "vote": "vote", "elect": "vote",
-    "redux": "vote", "match": "vote", "bra": "branch", "brx": "branch", "ret": "branch", "wgmma": "mma", "tcgen05": "tcgen05",
-    "mbarrier": "barrier", "bar": "barrier", "barrier": "barrier", "fence": "fence", "cp": "async copy",
-    "ldmatrix": "shared", "stmatrix": "shared", "atom": "atomic", "red": "atomic",
-}  # fmt: skip
+_FAMILIES = {
+    "ex2": "ex2",
+    "sfu": "lg2 rcp sqrt rsqrt sin cos tanh",
+    "convert": "cvt",
+    "move": "mov",
+    "select": "selp",
+    "compare": "setp set",
+    "shuffle": "shfl",
+    "vote": "vote elect redux match",
+    "branch": "bra brx ret exit",
+    "mma": "wgmma",
+    "tcgen05": "tcgen05",
+    "barrier": "mbarrier bar barrier",
+    "fence": "fence",
+    "async copy": "cp",
+    "shared": "ldmatrix stmatrix",
+    "atomic": "atom red",
+}
+_FAMILY = {head: family for family, heads in _FAMILIES.items() for head in heads.split()}
 
 
 def class_of(instr) -> str:

@@ -45,7 +45,8 @@ def _common(bits: int, swizzle: str) -> Descriptor:
 def chunks(d: Descriptor, extent: int, k_bytes: int, k_extent: int, mn_major: bool) -> np.ndarray:
     """Chunk numbers after the swizzle: (rows, k chunks) when K is contiguous, (k, row chunks) when M/N is.
 
-    extent: rows of M or N; for MN-major operands k_extent is the number of K indices and k_bytes the bytes of one element.
+    extent: rows of M or N; for MN-major operands k_extent is the number of K indices and k_bytes the bytes of one
+    element.
     """
     span = int(d.swizzle.rstrip("w"))
     if mn_major:

@@ -16,7 +16,8 @@ _FAMILIES = ("memory_ops", "atomics", "warp_ops", "matrix_moves", "sync_ops", "b
 
 
 def effect(*names: str, visible: bool = True):
-    """Register a builder (instr, kernel) -> step. `visible`: other warps can tell, so the scheduler may switch after it."""
+    """Register a builder (instr, kernel) -> step. `visible`: other warps can tell, so the scheduler may switch after
+    it."""
 
     def register(builder):
         for name in names:

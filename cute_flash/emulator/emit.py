@@ -1,7 +1,8 @@
 """Source text for one register-only instruction: the building block of compiled segments.
 
-A segment is a run of instructions that touch registers only. It becomes one Python function over rows of 32 lanes, so the
-cost of a warp instruction is about one numpy call. Emitters live in scalar.py; this file knows operands and masks.
+A segment is a run of instructions that touch registers only. It becomes one Python function over rows of 32 lanes, so
+the cost of a warp instruction is about one numpy call. Emitters live in scalar.py; this file knows operands and
+masks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def type_bits(kind: str) -> int:
 
 
 class Emitter:
-    """Collects the lines of one segment function; `mask` is the name of the lane mask in scope, or None for all lanes."""
+    """Collects the lines of one segment function; `mask` is the name of the lane mask in scope, or None for all
+    lanes."""
 
     def __init__(self, constants: dict, masked: bool):
         self.constants = constants
@@ -191,5 +193,7 @@ def operands(instr: Instr) -> list[Reg]:
 def targets(instr: Instr) -> list[Reg]:
     """The registers an instruction writes: those of its first operand, unless that is memory."""
     first = instr.args[0] if instr.args else None
-    items = first.items if isinstance(first, Vec) else (first.first, first.second) if isinstance(first, Pair) else (first,)
+    items = (
+        first.items if isinstance(first, Vec) else (first.first, first.second) if isinstance(first, Pair) else (first,)
+    )
     return [item for item in items if isinstance(item, Reg)]

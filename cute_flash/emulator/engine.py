@@ -1,7 +1,7 @@
 """Asynchronous operations and when they take effect.
 
-eager: at issue. late: only when a warp waits for them or nothing else can run. random: some at issue, the rest at random
-moments. Whatever the mode, operations of one channel keep their order, as the hardware does.
+eager: at issue. late: only when a warp waits for them or nothing else can run. random: some at issue, the rest at
+random moments. Whatever the mode, operations of one channel keep their order, as the hardware does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ STARVED = 20_000  # visible effects without one operation done, while warps poll
 class Operation:
     """Something in flight. `channel` orders it among its like; `barriers` are the mbarriers its completion signals."""
 
-    channel = None
+    channel: tuple | None = None
     barriers: tuple = ()
 
     def __init__(self, warp):
@@ -105,7 +105,8 @@ class Engine:
             self.settle()
 
     def advance(self, awaited: set) -> bool:
-        """Run one operation: one that signals an awaited mbarrier if there is any, else the oldest, or any in random mode."""
+        """Run one operation: one that signals an awaited mbarrier if there is any, else the oldest, or any in random
+        mode."""
         able = [op for op in self.pending if self._eligible(op)]
         if not able:
             return False

@@ -1,4 +1,5 @@
-"""What has to change in CuTe-DSL and TVM-FFI, while emulation is on, for host code to run with CPU tensors and no driver."""
+"""What has to change in CuTe-DSL and TVM-FFI, while emulation is on, for host code to run with CPU tensors and no
+driver."""
 
 from __future__ import annotations
 

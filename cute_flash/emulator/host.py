@@ -1,7 +1,8 @@
 """The launch shim: a stand-in for the CUDA runtime that compiled CuTe-DSL host code links to, calling back into Python.
 
-Kernels are found by their cubin: a library is loaded with a pointer to the cubin image, and the PTX of that image was recorded
-when it was compiled. So two kernels of one name never get mixed up, and objects loaded from elsewhere work once registered.
+Kernels are found by their cubin: a library is loaded with a pointer to the cubin image, and the PTX of that image was
+recorded when it was compiled. So two kernels of one name never get mixed up, and objects loaded from elsewhere work
+once registered.
 """
 
 from __future__ import annotations
@@ -43,18 +44,20 @@ static int library_index(void *lib) {  /* some callers hand over the handle, som
 int _cudaLibraryUnload(void *lib) { return 0; }
 int _cudaLibraryGetKernel(void **k, void *lib, const char *name) {
   
-  *k = 0; int i = library_index(lib); if (i < 0) return 999; int n = on_kernel(i, name); if (n < 0) return 999; *k = (void *)(intptr_t)(n + 1); return 0; }
+  *k = 0; int i = library_index(lib); if (i < 0) return 999; int n = on_kernel(i, name); if (n < 0) return 999;
+  *k = (void *)(intptr_t)(n + 1); return 0; }
 int _cudaLaunchKernelEx(uint32_t *c, void *func, void **args) {
   return func ? on_launch((int)(intptr_t)func - 1, c, args) : 999; }
-int _cudaLaunchKernel(void *func, uint32_t gx, uint32_t gy, uint32_t gz, uint32_t bx, uint32_t by, uint32_t bz, void **args,
-                      uint64_t smem, void *stream) {
+int _cudaLaunchKernel(void *func, uint32_t gx, uint32_t gy, uint32_t gz, uint32_t bx, uint32_t by, uint32_t bz,
+                      void **args, uint64_t smem, void *stream) {
   uint32_t c[14] = {gx, gy, gz, bx, by, bz}; memcpy(c + 6, &smem, 8); 
   return func ? on_launch((int)(intptr_t)func - 1, c, args) : 999; }
 int _cudaGetDevice(int *d) { *d = device; return 0; }
 int _cudaSetDevice(int d) { device = d; return 0; }
 int _cudaGetDeviceCount(int *d) { *d = 1; return 0; }
 int _cudaDeviceGetAttribute(int *v, int a, int d) {
-  *v = a == 97 ? 232448 : a == 16 ? sms : a == 75 ? capability[0] : a == 76 ? capability[1] : a == 8 ? 49152 : a == 1 ? 1024 : 232448;
+  *v = a == 97 ? 232448 : a == 16 ? sms : a == 75 ? capability[0] : a == 76 ? capability[1]
+     : a == 8 ? 49152 : a == 1 ? 1024 : 232448;
   return 0; }
 int _cudaFuncSetAttribute(void *k, int a, int v) { return 0; }
 int _cudaKernelSetAttributeForDevice(void *k, int a, int v, int d) { return 0; }
@@ -63,7 +66,8 @@ int _cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *f, int b, long 
 static void raise_ffi(void) {  /* a failing TVM-FFI call must leave an error object behind */
   void (*set)(const char *, const char *) = dlsym(RTLD_DEFAULT, "TVMFFIErrorSetRaisedFromCStr");
   if (set) set("RuntimeError", "the emulator stopped this launch"); }
-int cuda_dialect_init_library_once(void **state, int (*init)(void **), int (*load)(void **, int), void (*raise_)(const char *, const char *)) {
+int cuda_dialect_init_library_once(void **state, int (*init)(void **), int (*load)(void **, int),
+                                   void (*raise_)(const char *, const char *)) {
   void *lib = 0; int err;
   if (*state) return 0;
   if ((err = init(&lib)) || (load && (err = load(&lib, 0)))) {
@@ -93,12 +97,13 @@ class Runtime:
         self.ptx_by_cubin: dict[str, str] = {}
         self.programs: dict[tuple, Program] = {}
         self.libraries: list[str] = []
-        self.kernels: list[Program] = []
+        self.kernels: list[tuple[str, str]] = []
         self.launches: list[dict] = []
         self.error: BaseException | None = None
         self.edit = None  # PTX text -> PTX text, applied before parsing (mutation tests)
         self.library = None
-        self._callbacks = ()
+        self.path = ""
+        self._callbacks: tuple = ()
 
     def build(self) -> str:
         """Compile and load the shim; -> its path."""

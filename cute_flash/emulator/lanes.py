@@ -231,7 +231,8 @@ def remainder_int(a, b):
     return np.where(b == 0, a, a - quotient * b).astype(a.dtype)
 
 
-_INT_LIMITS = {dtype: (np.iinfo(dtype).min, np.iinfo(dtype).max) for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)}  # fmt: skip
+_INT_TYPES = (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)
+_INT_LIMITS = {dtype: (np.iinfo(dtype).min, np.iinfo(dtype).max) for dtype in _INT_TYPES}
 _TO_INT = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
 

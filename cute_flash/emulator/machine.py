@@ -71,7 +71,7 @@ class Cta:
 
     def check_alive(self) -> None:
         if not self.live_warps():
-            raise BadAccess(f"shared memory of CTA {self.coords} is used from elsewhere after it has exited")
+            raise BadAccess(f"shared memory of CTA {self.coords} is used after it has exited")
 
     def symbol(self, warp: Warp, name: str):
         kernel, launch = self.program.kernel, self.launch
@@ -272,7 +272,7 @@ class Launch:
             self._priority.setdefault(warp, self.rng.random())
         if self.rng.random() < 0.02:
             self._priority[self.rng.choice(able)] = self.rng.random()
-        return [max(able, key=self._priority.get)]
+        return [max(able, key=lambda warp: self._priority[warp])]
 
     def _run(self, warp: Warp) -> int:
         quantum = self.rng.randint(1, 8) if self.options.scheduler == "random" else 16

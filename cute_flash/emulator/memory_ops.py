@@ -26,7 +26,7 @@ def vector_of(i: Instr) -> int:
 
 def _register_kind(arg, kind: str) -> str:
     """The view a value of memory type `kind` takes in its (possibly wider) register."""
-    cls = getattr(arg, "cls", None)
+    cls = getattr(arg, "cls", "")
     bits = {"H": 16, "R": 32, "D": 64, "Q": 128}.get(cls, type_bits(kind))
     return f"{'s' if kind[0] == 's' else 'u'}{bits}" if bits <= 64 else "b128"
 
@@ -119,7 +119,7 @@ def _store_async(i: Instr):
     sources = i.args[1].items if isinstance(i.args[1], Vec) else (i.args[1],)
     readers = [access.row(s, _register_kind(s, kind)) for s in sources]
     address, barrier, after = access.address(i.args[0]), access.address(i.args[2]), i.pc + 1
-    from .bulk import RemoteStore
+    from .copies import RemoteStore
 
     def step(w, mask):
         values = np.stack([r(w) for r in readers], axis=1)

@@ -1,9 +1,9 @@
 """Happens-before: vector clocks over warps and asynchronous channels, and a shadow of shared memory and TMEM.
 
-Every warp is an actor. Every stream of asynchronous operations that completes in order (all TMA loads of one mbarrier, the
-wgmmas of one warpgroup, the bulk stores of one warp ...) is a channel, an actor too. Barriers, mbarriers and waits hand clocks
-over. Two accesses to one granule, at least one a write, are a race when neither's clock knows the other: that is found however
-the schedule of this run happened to go.
+Every warp is an actor. Every stream of asynchronous operations that completes in order (all TMA loads of one
+mbarrier, the wgmmas of one warpgroup, the bulk stores of one warp ...) is a channel, an actor too. Barriers,
+mbarriers and waits hand clocks over. Two accesses to one granule, at least one a write, are a race when neither's
+clock knows the other: that is found however the schedule of this run happened to go.
 """
 
 from __future__ import annotations
@@ -196,7 +196,8 @@ class Order:
         if seen is not None and event.warp.actor != earlier.actor and seen.knows(earlier.actor, earlier.epoch):
             return
         raise Race(
-            f"missing proxy fence at {_place(shadow, cells, where)}: no fence.proxy.async between\n    {earlier.describe()}"
+            f"missing proxy fence at {_place(shadow, cells, where)}: no fence.proxy.async between"
+            f"\n    {earlier.describe()}"
             f"\n  and\n    {event.describe()}"
         )
 
@@ -208,7 +209,8 @@ class Order:
 
     def _report(self, shadow, cells, where, earlier: Event, event: Event) -> None:
         raise Race(
-            f"race at {_place(shadow, cells, where)}: nothing orders the\n    {earlier.describe()}\n  before the\n    {event.describe()}"
+            f"race at {_place(shadow, cells, where)}: nothing orders the\n    {earlier.describe()}"
+            f"\n  before the\n    {event.describe()}"
         )
 
 

@@ -1,7 +1,7 @@
 """A kernel compiled to steps: one Python function per segment of register-only code, one closure per effect.
 
-Steps are indexed by the pc of their first instruction. A step takes (warp, mask) and returns the next pc, or one of BLOCKED,
-SPLIT and EXITED. The mask is True when all 32 lanes take part, else a row of booleans.
+Steps are indexed by the pc of their first instruction. A step takes (warp, mask) and returns the next pc, or one of
+BLOCKED, SPLIT and EXITED. The mask is True when all 32 lanes take part, else a row of booleans.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .warp import ALL, NONE
 
 _GLOBALS = {
     "np": np, "lanes": lanes, "formats": formats, "SHARED_WINDOW": np.uint64(SHARED_WINDOW), "ALL": ALL, "NONE": NONE,
-    "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "i16": np.int16, "i32": np.int32, "i64": np.int64,
+    "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
+    "i16": np.int16, "i32": np.int32, "i64": np.int64,
     "f16": np.float16, "f32": np.float32, "f64": np.float64,
 }  # fmt: skip
 for _name in [
@@ -84,8 +85,10 @@ class Program:
         leaders = {0}
         for instr in self.kernel.instrs:
             kind = instr.parts[0]
-            if kind in ("bra", "brx"):
-                leaders.update({instr.target, *instr.targets, instr.pc + 1} - {-1})
+            if kind == "bra":
+                leaders.update({instr.target, instr.pc + 1})
+            elif kind == "brx":
+                leaders.update({instr.pc, *instr.targets, instr.pc + 1})
             elif scalar.lookup(instr) is None:
                 leaders.update({instr.pc, instr.pc + 1})
         return leaders
@@ -171,10 +174,10 @@ def _branch(e: Emitter, instr: Instr) -> None:
     if e.base_mask is None:
         e.line("s = b.tobytes()")
         e.line(f"if s == ALL: return {instr.target}")
-        e.line("if s != NONE: return w.diverge(m, b, %d, %d)" % (instr.target, instr.pc + 1))
+        e.line(f"if s != NONE: return w.diverge(m, b, {instr.target}, {instr.pc + 1})")
     else:
         e.line("b = b & m")
         e.line("s = b.tobytes()")
         e.line(f"if s == m.tobytes(): return {instr.target}")
-        e.line("if s != NONE: return w.diverge(m, b, %d, %d)" % (instr.target, instr.pc + 1))
+        e.line(f"if s != NONE: return w.diverge(m, b, {instr.target}, {instr.pc + 1})")
     e.line(f"return {instr.pc + 1}")

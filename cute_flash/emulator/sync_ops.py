@@ -106,7 +106,8 @@ def _transaction(i: Instr):
 
 
 def _wait(i: Instr):
-    """A wait that fails once answers false (a peek must be able to); failing again with nothing done in between, it blocks."""
+    """A wait that fails once answers false (a peek must be able to); failing again with nothing done in between, it
+    blocks."""
     target = i.args[0]
     put = access.setter(target, "pred")
     address, parity_of, after, pc = access.address(i.args[1]), access.scalar(i.args[2]), i.pc + 1, i.pc
@@ -214,7 +215,8 @@ def _cluster_wait(i: Instr):
 
 @effect("fence")
 def fence(i: Instr, kernel: Kernel):
-    """Memory is sequentially consistent; only the fence that makes generic writes visible to the async proxy is tracked."""
+    """Memory is sequentially consistent; only the fence that makes generic writes visible to the async proxy is
+    tracked."""
     after = i.pc + 1
     to_async = "proxy" in i.parts and any(p.startswith("async") for p in i.parts)
 
@@ -232,7 +234,7 @@ def cluster_launch_control(i: Instr, kernel: Kernel):
 
 
 def _try_cancel(i: Instr):
-    from .bulk import CancelResponse
+    from .copies import CancelResponse
 
     address, barrier, after = access.address_scalar(i.args[0]), access.address_scalar(i.args[1]), i.pc + 1
     everywhere = any("multicast" in p for p in i.parts)

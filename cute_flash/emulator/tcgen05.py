@@ -1,6 +1,7 @@
 """tcgen05: allocation, mma, commit, cp. Loads and stores of TMEM are in tmem_moves.py.
 
-Operations of one issuing warp execute in order; a commit in their stream arrives on its mbarrier when all before it are done.
+Operations of one issuing warp execute in order; a commit in their stream arrives on its mbarrier when all before it
+are done.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ class _SpaceWait:
         return f"waits for {self.columns} free TMEM columns (allocated: {self.tmem.blocks})"
 
 
-def _meet(w, what: str) -> bool:
-    """One warp of each CTA of a pair gets here together; False while the other is missing."""
+def _meet(w, what: str) -> dict | None:
+    """One warp of each CTA of a pair gets here together; None while the other is missing, then their meeting."""
     even = w.cta.rank & ~1
     ctas, order = w.cta.cluster.ctas[even : even + 2], w.cta.order
-    meeting = w.cta.cluster.rendezvous.setdefault((what, ctas[0].rank), {"count": {}, "clock": None})
+    meeting = w.cta.cluster.rendezvous.setdefault((what, even), {"count": {}, "clock": None, "granted": {}})
     if w.fragment.token is None:
         number = meeting["count"].get(w.cta, 0) + 1
         meeting["count"][w.cta] = number
@@ -95,35 +96,50 @@ def _meet(w, what: str) -> bool:
     wait = _PairWait(meeting, ctas, w.fragment.token, what)
     if not wait.ready():
         w.fragment.wait = wait
-        return False
-    w.fragment.token = None
+        return None
     if order is not None:
         order.acquire(w, meeting["clock"])
-    return True
+    return meeting
+
+
+def _grant(w, columns: int, two: bool) -> int | None:
+    """First column of a new block, or None while the other CTA or the space is missing."""
+    if not two:
+        start = w.cta.tmem.allocate(columns)
+        if start is None:
+            w.fragment.wait = _SpaceWait(w.cta.tmem, columns)
+        return start
+    meeting = _meet(w, "allocate TMEM")
+    if meeting is None:
+        return None
+    granted = meeting["granted"]
+    if w.fragment.token not in granted:  # for both CTAs at once: the leader's first MMA writes the TMEM of both
+        starts = {cta: cta.tmem.allocate(columns) for cta in pair_of(w.cta)}
+        if None in starts.values():
+            raise w.fail(UnknownInstruction, "a paired tcgen05.alloc that has to wait for free columns")
+        granted[w.fragment.token] = starts
+    start = granted[w.fragment.token][w.cta]
+    w.fragment.token = None
+    return start
 
 
 def _alloc(i: Instr):
     address, columns, after = access.address(i.args[0]), access.scalar(i.args[1]), i.pc + 1
-    two, pc = paired(i), i.pc
+    two = paired(i)
 
     def step(w, mask):
         if not w.converged(mask):
             return w.wait_for_lanes()
-        count, tmem = columns(w, mask), w.cta.tmem
+        count = columns(w, mask)
         if count < 32 or count > 512 or count & (count - 1):
             raise w.fail(
                 IllegalInstruction, f"tcgen05.alloc of {count} columns: a power of two from 32 to 512 is needed"
             )
-        if not tmem.permit:
+        if not w.cta.tmem.permit:
             raise w.fail(IllegalInstruction, "tcgen05.alloc after relinquish_alloc_permit")
-        if two and w.state.get("met") != pc and not _meet(w, "allocate TMEM"):
-            return BLOCKED
-        w.state["met"] = pc
-        start = tmem.allocate(count)
+        start = _grant(w, count, two)
         if start is None:
-            w.fragment.wait = _SpaceWait(tmem, count)
             return BLOCKED
-        w.state["met"] = None
         one = np.zeros(32, np.bool_)
         one[access.first(mask)] = True
         write(w, "shared", address(w)[one], 4, np.array([start], np.uint32))
@@ -138,8 +154,9 @@ def _dealloc(i: Instr):
     def step(w, mask):
         if not w.converged(mask):
             return w.wait_for_lanes()
-        if two and not _meet(w, "deallocate TMEM"):
+        if two and _meet(w, "deallocate TMEM") is None:
             return BLOCKED
+        w.fragment.token = None
         tmem, first, count = w.cta.tmem, start(w, mask) & 0xFFFF, columns(w, mask)
         tmem.free(first, count)
         order = w.cta.order
@@ -203,7 +220,8 @@ def decode_shape(bits: int, kind: str) -> Shape:
 
 
 def _placement(rows: int, n: int, two: bool, ws: bool) -> tuple[np.ndarray, int]:
-    """Lane of each accumulator row for the two column halves, (2, rows), and the columns of a half (n when not split)."""
+    """Lane of each accumulator row for the two column halves, (2, rows), and the columns of a half (n when not
+    split)."""
     i = np.arange(rows)
     if rows == 128:
         return np.stack([i, i]), n

@@ -11,7 +11,8 @@ from .memory import HostMemory
 
 # code -> (bytes, name)
 TYPES = {
-    0: (1, "u8"), 1: (2, "u16"), 2: (4, "u32"), 3: (4, "s32"), 4: (8, "u64"), 5: (8, "s64"), 6: (2, "f16"), 7: (4, "f32"),
+    0: (1, "u8"), 1: (2, "u16"), 2: (4, "u32"), 3: (4, "s32"), 4: (8, "u64"), 5: (8, "s64"), 6: (2, "f16"),
+    7: (4, "f32"),
     8: (4, "f32"), 9: (8, "f64"), 10: (2, "bf16"),
 }  # fmt: skip
 SWIZZLE_SPAN = {0: 0, 1: 32, 2: 64, 3: 128}
@@ -133,7 +134,8 @@ def load_box(host: HostMemory, tmap: TensorMap, coords: tuple) -> np.ndarray:
 
 
 def store_box(host: HostMemory, tmap: TensorMap, coords: tuple, box: np.ndarray, combine=None) -> int:
-    """Write what lies inside the tensor; `combine(old, new)` on element arrays makes it a reduction. -> bytes written."""
+    """Write what lies inside the tensor; `combine(old, new)` on element arrays makes it a reduction. -> bytes
+    written."""
     inside, starts, low, count = _addresses(tmap, coords)
     if not count or not len(starts):
         return 0

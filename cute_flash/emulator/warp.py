@@ -188,7 +188,8 @@ class Warp:
             for reg in operands(instr):
                 if reg.cls == "R" and self.inflight >> reg.index & 1:
                     raise Race(
-                        f"{self.describe()}: register {reg.name} belongs to a wgmma that has not been waited for\n  {instr.where()}"
+                        f"{self.describe()}: register {reg.name} belongs to a wgmma that has not been waited for"
+                        f"\n  {instr.where()}"
                     )
 
     def describe(self) -> str:

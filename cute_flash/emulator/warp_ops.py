@@ -184,7 +184,8 @@ def activemask(i: Instr, kernel: Kernel):
 
 @effect("mapa", visible=False)
 def mapa(i: Instr, kernel: Kernel):
-    """The address of the same variable in another CTA of the cluster; a rank that does not exist shows when it is used."""
+    """The address of the same variable in another CTA of the cluster; a rank that does not exist shows when it is
+    used."""
     kind = f"u{CLASS_BITS[i.args[0].cls]}"
     put, source, rank, after = (
         access.setter(i.args[0], kind),

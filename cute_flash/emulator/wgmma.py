@@ -1,7 +1,7 @@
 """wgmma: fence, mma_async, commit_group, wait_group.
 
-An mma_async is one operation of a warpgroup: its four warps issue it at their own pace, and it can execute once all have. Its
-accumulator and A registers belong to it until a wait_group in their warp covers it.
+An mma_async is one operation of a warpgroup: its four warps issue it at their own pace, and it can execute once all
+have. Its accumulator and A registers belong to it until a wait_group in their warp covers it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 
 from . import access, descriptors, formats
 from .effects import effect
-from .engine import Operation
 from .emit import operands
+from .engine import Operation
 from .errors import IllegalInstruction, Race, UnknownInstruction
 from .order import GRANULE
 from .ptx import Imm, Instr, Kernel, Vec

@@ -47,8 +47,8 @@ def _fa4_hopper(head_dim: int, causal: bool, group: int):
 
     tile_m, threads = (192, 512) if head_dim <= 64 else (128, 384)
     return FlashAttentionForwardSm90(
-        BFloat16, head_dim, head_dim, group, is_causal=causal, is_local=False, pack_gqa=False, tile_m=tile_m, tile_n=128,
-        num_stages=2, num_threads=threads, Q_in_regs=False, intra_wg_overlap=True, mma_pv_is_rs=True,
+        BFloat16, head_dim, head_dim, group, is_causal=causal, is_local=False, pack_gqa=False, tile_m=tile_m,
+        tile_n=128, num_stages=2, num_threads=threads, Q_in_regs=False, intra_wg_overlap=True, mma_pv_is_rs=True,
     )  # fmt: skip
 
 

@@ -5,16 +5,17 @@ import re
 
 import pytest
 import torch
-from foreign import fa4_forward
-from test_foreign_attention import check_forward
 
 from cute_flash.emulator import Deadlock, IllegalInstruction, Race, emulate
+
+from .foreign import fa4_forward
+from .test_foreign_attention import check_forward
 
 
 @functools.lru_cache(None)
 def tile(arch: str, options: str = ""):
     with emulate(arch):
-        from tiles import compile_tile
+        from .tiles import compile_tile
 
         return compile_tile(arch, options)
 
@@ -66,7 +67,7 @@ def without_wait(index: int):
 
 
 def test_removed_full_barrier_wait():
-    with pytest.raises(Race, match="shared memory.*\n.*asynchronous write") as caught:
+    with pytest.raises(Race, match=r"shared memory.*\n.*asynchronous write") as caught:
         run_tile("sm_90a", without_wait(3))  # the consumer's wait for K
     assert "wgmma" in str(caught.value) and "cp.async.bulk.tensor" in str(caught.value)
 

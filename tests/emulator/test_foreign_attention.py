@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from foreign import fa4_forward
 
 from cute_flash.emulator import emulate
+
+from .foreign import fa4_forward
 
 SCHEDULES = [("eager", "round_robin", 0), ("late", "priority", 1), ("random", "random", 2)]
 

@@ -1,4 +1,5 @@
-"""Small S = Q K^T kernels, one per architecture: TMA in, one MMA warp(group), results to global memory by every thread."""
+"""Small S = Q K^T kernels, one per architecture: TMA in, one MMA warp(group), results to global memory by every
+thread."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.utils import LayoutEnum
-from foreign import fake
+
+from .foreign import fake
 
 M, N, D, STAGES = 128, 128, 64, 2
 USER = pipeline.PipelineUserType
