@@ -75,24 +75,28 @@ def attention(
             dtype = q.dtype
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             key = (
-                dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-                heads_q, heads_k, heads_v, head_dim, head_dim_k, head_dim_v,
+                dtype, q.device, heads_q, heads_k, head_dim, head_dim_v,
                 causal, return_lse, deterministic or _torch_deterministic(), grad,
                 backend, settings.generation, dtype is not _float32 or request.ieee_float32(dtype),
             )  # fmt: skip
-            call = _warm.get(key) if forward_ad._current_level < 0 else None  # tangents are refused on the cold path
+            call = _warm.get(key)
         except (AttributeError, TypeError, ValueError):
             key = None  # not three 4-D tensors, or an unhashable option: the cold path says what is wrong
-    if call is not None:
-        if scale is None:
-            scale = call.scale
-        elif type(scale) is not float or not SCALE_MIN <= scale <= SCALE_MAX:
-            call = None
-        if call and batch == batch_k == batch_v and seqlen_k == seqlen_v and batch and seqlen_q and seqlen_k:
+    if (
+        call is not None
+        and batch == batch_k == batch_v and seqlen_k == seqlen_v and heads_k == heads_v and head_dim == head_dim_k
+        and batch and seqlen_q and seqlen_k
+        and forward_ad._current_level < 0  # tangents are refused on the cold path
+        and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
+    ):  # fmt: skip
+        try:
             if grad:
-                return autograd.differentiable(q, k, v, scale, call)
-            out, lse = call.forward(q, k, v, scale, batch, seqlen_q)
-            return (out, lse) if return_lse else out
+                return autograd.differentiable(q, k, v, scale or call.scale, call)
+            out, lse = call.forward(q, k, v, scale or call.scale, batch, seqlen_q)
+        except Exception:  # of k and v only shapes were looked at: the launch refuses another dtype, device or layout
+            request.check_tensors(q, k, v)
+            raise
+        return (out, lse) if return_lse else out
     arguments = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sink": sink,
         "alibi_slopes": alibi_slopes, "score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask,

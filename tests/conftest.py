@@ -1,5 +1,6 @@
 """Fixtures for every test: uninitialised memory is NaN, and device tests say why they are skipped."""
 
+import csv
 import functools
 import importlib.machinery
 import importlib.util
@@ -70,10 +71,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(missing)
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
-    """The `ratios` of device tests as one table: in reports, so that it works across worker processes too."""
-    worst: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+# ------------------------------------------------------------------------- results of a run, across worker processes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--emulator-csv", type=Path, default=None, help="keep the emulated runs: a row each")
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
+    _print_ratios(terminalreporter, reports)
+    if path := config.getoption("--emulator-csv"):
+        _keep_emulated(path, reports)
+
+
+def _keep_emulated(path: Path, reports: list[pytest.TestReport]) -> None:
+    """`emulated` of the emulator's tests as CSV."""
+    rows = [value for report in reports for name, value in report.user_properties if name == "emulated"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("shape", "mode", "scheduler", "seed", "error", "lse_error", "steps", "seconds"))
+        for *names, error, lse_error, steps, seconds in sorted(rows):
+            writer.writerow((*names, f"{error:.3e}", f"{lse_error:.3e}", steps, f"{seconds:.2f}"))
+
+
+def _print_ratios(terminalreporter, reports: list[pytest.TestReport]) -> None:
+    """The `ratios` of device tests as one table."""
+    worst: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for report in reports:
         for name, fields in getattr(report, "user_properties", ()):
             if name == "ratio":

@@ -30,7 +30,7 @@ def key_tiles(
 
 def part_of(tiles: KeyTiles, split: Int32, splits: Int32) -> KeyTiles:
     """The tiles of one of `splits` CTAs that share a query tile: equal runs, the last ones may be short or empty."""
-    run = cute.ceil_div(tiles.last, splits)
+    run = (tiles.last + splits - 1) // splits
     first = cutlass.min(split * run, tiles.last)
     last = cutlass.min(first + run, tiles.last)
     return KeyTiles(first, last, cutlass.min(cutlass.max(tiles.unmasked, first), last))

@@ -19,6 +19,32 @@ def tile_count(seqlen_q: Int32, tile_m: int, heads_q: Int32, batch: Int32) -> In
     return cute.ceil_div(seqlen_q, tile_m) * heads_q * batch
 
 
+class Rounds(NamedTuple):
+    """Which units a persistent CTA takes, in turn: there and back over the CTAs (0..n-1, n-1..0, ...), so that where
+    units get smaller the first CTA does not get the largest of every round."""
+
+    block: Int32
+    ctas: Int32
+    count: Int32
+
+    def unit(self, step: Int32) -> Int32:
+        return step * self.ctas + _place(step, self.block, self.ctas)
+
+
+@cute.jit
+def _place(step: Int32, block: Int32, ctas: Int32) -> Int32:
+    return block if step % 2 == 0 else ctas - 1 - block
+
+
+def rounds_of(units: Int32) -> Rounds:
+    """For the CTA that asks."""
+    block, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    whole = units // ctas
+    in_last = Int32(_place(whole, block, ctas) < units - whole * ctas)
+    return Rounds(block, ctas, whole + in_last)
+
+
 def head_by_head(index: Int32, m_blocks: Int32, heads_q: Int32) -> WorkTile:
     """Full mask: every tile costs the same; the tiles of one head run together and share its K and V."""
     row = index // m_blocks

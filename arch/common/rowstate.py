@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
@@ -17,14 +16,15 @@ class RowState(NamedTuple):
     rescale: cute.Tensor  # (rows,) what the latest maximum asks of O: exp2(scale * (old maximum - new maximum))
 
 
-@cute.jit
 def make_row_state(rows: int) -> RowState:
-    state = RowState(*(cute.make_rmem_tensor((rows,), Float32) for _ in range(3)))
-    for r in cutlass.range_constexpr(rows):
-        state.maximum[r] = Float32(NEG_INF)
-        state.total[r] = Float32(0.0)
-        state.rescale[r] = Float32(1.0)
-    return state
+    return RowState(*(cute.make_rmem_tensor((rows,), Float32) for _ in range(3)))
+
+
+def reset(state: RowState):
+    """No key seen yet."""
+    state.maximum.fill(NEG_INF)
+    state.total.fill(0.0)
+    state.rescale.fill(1.0)
 
 
 @cute.jit

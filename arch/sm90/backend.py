@@ -34,6 +34,7 @@ class Sm90Backend:
             head_dim_v=tiles.width(problem.head_dim_v),
             mask=problem.mask,
             lse=problem.lse,
+            ctas=problem.device.sm_count,
             tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask)),
         )
 

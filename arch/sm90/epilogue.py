@@ -1,5 +1,6 @@
 """O leaves: registers -> shared memory (stmatrix, in Q's room) -> TMA, each warpgroup its 64 rows. LSE goes direct."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -20,7 +21,15 @@ from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
 class OutputRoom(NamedTuple):
     smem: cute.Tensor  # (64, width_v, warpgroups)
     tma: TmaSource  # (seqlen_q, head_dim_v, heads_q, batch)
+
+
+@dataclass(frozen=True)
+class OutputShape:
+    """What is fixed at trace time about the room."""
+
     width_v: int
+    mma_threads: int
+    apart: bool  # from Q
 
 
 def _registers_to_smem(o: cute.Tensor, room: cute.Tensor, thread: Int32, width_v: int, dtype: type):
@@ -37,26 +46,41 @@ def _registers_to_smem(o: cute.Tensor, room: cute.Tensor, thread: Int32, width_v
 
 
 @cute.jit
-def store_output(o: cute.Tensor, out: OutputRoom, work: WorkTile, thread: Int32, mma_threads: cutlass.Constexpr[int]):
-    """Rows past seqlen_q and columns past head_dim_v are clipped by TMA."""
+def store_output(o: cute.Tensor, out: OutputRoom, work: WorkTile, thread: Int32, shape: cutlass.Constexpr):
+    """Rows past seqlen_q and columns past head_dim_v are clipped by TMA. The store is left in flight."""
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    storing = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
     room = out.smem[None, None, group]
-    cute.arch.barrier(barrier_id=Q_DEAD, number_of_threads=mma_threads)
-    _registers_to_smem(o, room, thread, out.width_v, out.smem.element_type)
+    if cutlass.const_expr(shape.apart):
+        if storing:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the store of the tile before
+        cute.arch.barrier(barrier_id=O_STORED + group, number_of_threads=WARPGROUP)
+    else:
+        cute.arch.barrier(barrier_id=Q_DEAD, number_of_threads=shape.mma_threads)
+    _registers_to_smem(o, room, thread, shape.width_v, out.smem.element_type)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=O_STORED + group, number_of_threads=WARPGROUP)
-    if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+    if storing:
         rows = cute.local_tile(
             out.tma.tensor[None, None, work.head, work.batch],
-            (ROWS_PER_WARPGROUP, out.width_v),
-            (work.m_block * (mma_threads // WARPGROUP) + group, 0),
+            (ROWS_PER_WARPGROUP, shape.width_v),
+            (work.m_block * (shape.mma_threads // WARPGROUP) + group, 0),
         )
         source, target = cpasync.tma_partition(
             out.tma.atom, 0, cute.make_layout(1), cute.group_modes(room, 0, 2), cute.group_modes(rows, 0, 2)
         )
         cute.copy(out.tma.atom, source, target)
         cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the read
+
+
+@cute.jit
+def wait_output(thread: Int32, to_all: cutlass.Constexpr[bool]):
+    """The last store has read shared memory; with to_all, every thread of the warpgroup knows."""
+    if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    if cutlass.const_expr(to_all):
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        cute.arch.barrier(barrier_id=O_STORED + group, number_of_threads=WARPGROUP)
 
 
 @cute.jit

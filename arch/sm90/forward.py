@@ -18,16 +18,27 @@ from cute_flash.spec.plan import Plan
 from ..common.blocks import KeyTiles, key_tiles, part_of
 from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E, pack_fragment
-from ..common.order import WorkTile, head_by_head, longest_first, tile_count
-from ..common.rowstate import RowState, make_row_state
-from .epilogue import OutputRoom, store_lse, store_output, store_partial
+from ..common.order import WorkTile, head_by_head, longest_first, rounds_of, tile_count
+from ..common.rowstate import RowState, make_row_state, reset
+from .epilogue import OutputRoom, OutputShape, store_lse, store_output, store_partial, wait_output
 from .load import TmaSource, load_forward, tile_copy
 from .mask import mask_scores
 from .memory import ForwardLayouts, forward_layouts, forward_storage
 from .mma import ForwardMmas, Fragments, issue_output, issue_scores, make_fragments
-from .pipeline import ForwardPipelines, grant_first_turn, open_forward, pass_turn, wait_full, wait_turn
+from .pipeline import (
+    ForwardPipelines,
+    Turn,
+    forward_states,
+    grant_first_turn,
+    open_forward,
+    pass_turn,
+    turn_of,
+    wait_full,
+    wait_turn,
+)
 from .schedule import WARPGROUP, forward_schedule
 from .softmax import finish, rescale_output, softmax_step
+from .tiles import o_apart, persistent_keys
 
 
 class Sources(NamedTuple):
@@ -47,6 +58,16 @@ class Sizes(NamedTuple):
     seqlen_k: Int32
 
 
+class Unit(NamedTuple):
+    """What a CTA works on at a time: a query tile, or one split of its keys."""
+
+    work: WorkTile
+    head_kv: Int32
+    row_start: Int32
+    split: Int32
+    tiles: KeyTiles
+
+
 class MmaContext(NamedTuple):
     """Everything an MMA warpgroup needs in its loop; read-only."""
 
@@ -55,8 +76,7 @@ class MmaContext(NamedTuple):
     state: RowState
     scale_log2: Float32
     thread: Int32  # among the MMA threads
-    warpgroup: Int32
-    row_start: Int32
+    turn: Turn
     seqlens: tuple
 
 
@@ -70,6 +90,10 @@ class ForwardSm90:
         self.dtype = dtype
         self.schedule = forward_schedule(plan.tile, plan.head_dim_v)
         self.mmas = ForwardMmas(plan.tile, plan.head_dim_v, dtype)
+        self.max_ctas = plan.ctas
+        self.persistent_keys = persistent_keys(plan.head_dim_v, str(plan.mask))
+        self.o_apart = o_apart(plan.tile, plan.head_dim, plan.head_dim_v)
+        self.output_shape = OutputShape(plan.head_dim_v, self.schedule.mma_threads, self.o_apart)
 
     @cute.jit
     def __call__(
@@ -103,20 +127,34 @@ class ForwardSm90:
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
         splits = 1 if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
         self.kernel(sources, lse, o_partial, scale * LOG2_E, sizes, layouts).launch(
-            grid=(splits * tile_count(sizes.seqlen_q, tile.tile_m, sizes.heads_q, sizes.batch), 1, 1),
+            grid=(self._ctas(sizes, splits), 1, 1),
             block=(self.schedule.threads, 1, 1),
             stream=stream,
         )
 
     @cute.jit
-    def _work(self, index: Int32, sizes: Sizes) -> WorkTile:
-        m_blocks = cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
-        if cutlass.const_expr(not self.causal):
-            return head_by_head(index, m_blocks, sizes.heads_q)
-        keys = cutlass.min(sizes.seqlen_k, 1 << 20)  # beyond any L2, and the product stays within 32 bits
-        kv_bytes = keys * (self.width_qk + self.width_v) * 2
+    def _ctas(self, sizes: Sizes, splits: Int32) -> Int32:
+        units = self._units(sizes, splits)
+        stay = cutlass.min(units, self.max_ctas)
+        return stay if sizes.seqlen_k <= self.persistent_keys else units
+
+    def _units(self, sizes: Sizes, splits: Int32) -> Int32:
+        return splits * tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
+
+    @cute.jit
+    def _unit(self, index: Int32, sizes: Sizes, splits: Int32) -> Unit:
+        tile, m_blocks = self.tile, cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
         group = sizes.heads_q // sizes.heads_kv
-        return longest_first(index, m_blocks, sizes.heads_q, sizes.batch, kv_bytes, group)
+        if cutlass.const_expr(self.causal):
+            keys = cutlass.min(sizes.seqlen_k, 1 << 20)  # beyond any L2, and the product stays within 32 bits
+            kv_bytes = keys * (self.width_qk + self.width_v) * 2
+            work = longest_first(index // splits, m_blocks, sizes.heads_q, sizes.batch, kv_bytes, group)
+        else:
+            work = head_by_head(index // splits, m_blocks, sizes.heads_q)
+        row_start = work.m_block * tile.tile_m
+        tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.causal)
+        tiles = part_of(tiles, index % splits, splits)
+        return Unit(work, work.head // group, row_start, index % splits, tiles)
 
     @cute.kernel
     def kernel(
@@ -129,122 +167,144 @@ class ForwardSm90:
         layouts: ForwardLayouts,
     ):
         tile, schedule = self.tile, self.schedule
-        storage = SmemAllocator().allocate(forward_storage(layouts, tile.stages, self.dtype))
-        s_q = storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner)
-        s_k = storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner)
-        s_v = storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner)
-        s_o = storage.q.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
+        storage = SmemAllocator().allocate(forward_storage(layouts, tile.stages, self.dtype, self.o_apart))
+        o_room = storage.o if cutlass.const_expr(self.o_apart) else storage.q
+        smem = (
+            storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
+            storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner),
+            storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
+        )
+        s_o = o_room.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
         pipes = open_forward(storage, layouts, tile.stages, self.dtype, schedule)
 
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        index, _, _ = cute.arch.block_idx()
-        splits = 1 if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
-        work = self._work(index // splits, sizes)
-        head_kv = work.head // (sizes.heads_q // sizes.heads_kv)
-        row_start = work.m_block * tile.tile_m
-        tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.causal)
-        if cutlass.const_expr(o_partial is not None):
-            tiles = part_of(tiles, index % splits, splits)
-
+        splits = Int32(1) if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
         if warp < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp == 0:
-                q_box, k_box, v_box = (
-                    (tile.tile_m, self.width_qk),
-                    (tile.tile_n, self.width_qk),
-                    (self.width_v, tile.tile_n),
-                )
-                load_forward(
-                    pipes,
-                    tile_copy(sources.q, s_q, q_box, (work.m_block, 0), work.head, work.batch),
-                    tile_copy(sources.k, s_k, k_box, (None, 0), head_kv, work.batch),
-                    tile_copy(sources.v, s_v, v_box, (0, None), head_kv, work.batch),
-                    tiles,
-                    tile.stages,
-                )
+                self.load_role(pipes, sources, smem, sizes, splits)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
-            mma_thread = thread - WARPGROUP
-            frags = make_fragments(self.mmas, (s_q, s_k, s_v), mma_thread)
+            group = warp // 4 - 1
             context = MmaContext(
                 pipes=pipes,
-                frags=frags,
+                frags=make_fragments(self.mmas, smem, group),
                 state=make_row_state(2),
                 scale_log2=scale_log2,
-                thread=mma_thread,
-                warpgroup=warp // 4 - 1,
-                row_start=row_start,
+                thread=thread - WARPGROUP,
+                turn=turn_of(group, schedule),
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
             )
-            self.attend(context, tiles)
-            finish(frags.o, context.state)
-            if cutlass.const_expr(o_partial is not None):
-                store_lse(
-                    lse[index % splits, None, None, None], context.state, work, mma_thread, tile.tile_m, scale_log2
-                )
-                partial = o_partial[index % splits, work.batch, work.head, None, None]
-                store_partial(frags.o, partial, mma_thread, row_start)
-            else:
-                if cutlass.const_expr(lse is not None):
-                    store_lse(lse, context.state, work, mma_thread, tile.tile_m, scale_log2)
-                room = OutputRoom(s_o, sources.o, self.width_v)
-                store_output(frags.o, room, work, mma_thread, schedule.mma_threads)
+            room = OutputRoom(s_o, sources.o)
+            self.mma_role(context, room, (lse, o_partial), sizes, splits)
 
     @cute.jit
-    def attend(self, context: MmaContext, tiles: KeyTiles):
-        """O and the row state over all key tiles, from the last to the first."""
-        pipes, frags = context.pipes, context.frags
-        consumer = pipelines.PipelineUserType.Consumer
-        k_state = pipelines.make_pipeline_state(consumer, self.tile.stages)
-        v_state = pipelines.make_pipeline_state(consumer, self.tile.stages)
+    def load_role(self, pipes: ForwardPipelines, sources: Sources, smem: tuple, sizes: Sizes, splits: Int32):
+        rounds = rounds_of(self._units(sizes, splits))
+        s_q, s_k, s_v = smem
+        q_box, k_box = (self.tile.tile_m, self.width_qk), (self.tile.tile_n, self.width_qk)
+        v_box = (self.width_v, self.tile.tile_n)
+        q_state, k_state, v_state = forward_states(pipelines.PipelineUserType.Producer, self.tile.stages)
+        for step in cutlass.range(rounds.count, unroll=1):
+            unit = self._unit(rounds.unit(step), sizes, splits)
+            work = unit.work
+            q_state, k_state, v_state = load_forward(
+                pipes,
+                (q_state, k_state, v_state),
+                tile_copy(sources.q, s_q, q_box, (work.m_block, 0), work.head, work.batch),
+                tile_copy(sources.k, s_k, k_box, (None, 0), unit.head_kv, work.batch),
+                tile_copy(sources.v, s_v, v_box, (0, None), unit.head_kv, work.batch),
+                unit.tiles,
+            )
+
+    @cute.jit
+    def mma_role(self, context: MmaContext, room: OutputRoom, results: tuple, sizes: Sizes, splits: Int32):
+        """`results`: (lse, o_partial), see kernel."""
+        rounds = rounds_of(self._units(sizes, splits))
+        frags, state, thread, tile_m = context.frags, context.state, context.thread, self.tile.tile_m
+        lse, o_partial = results
+        q_state, k_state, v_state = forward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        grant_first_turn(context.turn, self.schedule)
+        for step in cutlass.range(rounds.count, unroll=1):
+            unit = self._unit(rounds.unit(step), sizes, splits)
+            context.pipes.q.consumer_wait(q_state)
+            q_state, k_state, v_state = self.attend(context, (q_state, k_state, v_state), unit)
+            finish(frags.o, state)
+            if cutlass.const_expr(o_partial is not None):
+                lses = lse[unit.split, None, None, None]
+                store_lse(lses, state, unit.work, thread, tile_m, context.scale_log2)
+                partial = o_partial[unit.split, unit.work.batch, unit.work.head, None, None]
+                store_partial(frags.o, partial, thread, unit.row_start)
+            else:
+                if cutlass.const_expr(lse is not None):
+                    store_lse(lse, state, unit.work, thread, tile_m, context.scale_log2)
+                store_output(frags.o, room, unit.work, thread, self.output_shape)
+            if cutlass.const_expr(not self.o_apart):
+                wait_output(thread, to_all=True)
+                context.pipes.q.consumer_release(q_state)
+                q_state.advance()
+        wait_output(thread, to_all=False)
+
+    @cute.jit
+    def attend(self, context: MmaContext, states: tuple, unit: Unit):
+        """O and the row state over the unit's key tiles, from the last to the first. -> the states, moved on."""
+        pipes, frags, tiles = context.pipes, context.frags, unit.tiles
+        q_state, k_state, v_state = states
         frags.o.fill(0.0)
-        grant_first_turn(context.warpgroup, self.schedule)
+        reset(context.state)
         if tiles.last > tiles.first:
-            pipes.q.consumer_wait(pipelines.make_pipeline_state(consumer, 1))
             wait_full(pipes.k, k_state)
             issue_scores(self.mmas, frags, k_state.index)
             warpgroup.wait_group(0)
             pipes.k.consumer_release(k_state)
             k_state.advance()
-            self.probabilities(context, tiles.last - 1, True)
+            self.probabilities(context, unit.row_start, tiles.last - 1, True)
             pack_fragment(frags.s, frags.p_packed, self.dtype)
             masked_end = cutlass.min(tiles.unmasked, tiles.last - 1)
             if cutlass.const_expr(self.causal):  # a full mask hides keys of the last tile only
                 for step in cutlass.range(tiles.last - 1 - masked_end, unroll=1):
-                    self.step(context, k_state, v_state, tiles.last - 2 - step, True)
+                    self.step(context, k_state, v_state, (unit.row_start, tiles.last - 2 - step), True)
                     k_state.advance()
                     v_state.advance()
             for step in cutlass.range(masked_end - tiles.first, unroll=1):
-                self.step(context, k_state, v_state, masked_end - 1 - step, False)
+                self.step(context, k_state, v_state, (unit.row_start, masked_end - 1 - step), False)
                 k_state.advance()
                 v_state.advance()
             wait_full(pipes.v, v_state)
             issue_output(self.mmas, frags, v_state.index)
             warpgroup.wait_group(0)
             pipes.v.consumer_release(v_state)
+            v_state.advance()
+        if cutlass.const_expr(self.o_apart):
+            pipes.q.consumer_release(q_state)
+            q_state.advance()
+        return q_state, k_state, v_state
 
     @cute.jit
-    def probabilities(self, context: MmaContext, key_tile: Int32, masked: bool):
+    def probabilities(self, context: MmaContext, row_start: Int32, key_tile: Int32, masked: bool):
         scores = context.frags.s
         if cutlass.const_expr(masked):
             key_start = key_tile * self.tile.tile_n
-            mask_scores(scores, context.thread, context.row_start, key_start, context.seqlens, self.causal)
+            mask_scores(scores, context.thread, row_start, key_start, context.seqlens, self.causal)
         softmax_step(scores, context.state, context.scale_log2, masked)
 
     @cute.jit
-    def step(self, context: MmaContext, k_state, v_state, key_tile: Int32, masked: bool):
-        """Scores of `key_tile` and O += P V of the tile before are in flight together; the softmax runs under P V."""
+    def step(self, context: MmaContext, k_state, v_state, place: tuple, masked: bool):
+        """Scores of a key tile and O += P V of the one before are in flight together; the softmax runs under P V.
+
+        `place`: (row_start, key_tile).
+        """
         pipes, frags = context.pipes, context.frags
         wait_full(pipes.k, k_state)
-        wait_turn(context.warpgroup, self.schedule)
+        wait_turn(context.turn, self.schedule)
         issue_scores(self.mmas, frags, k_state.index)
         wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
-        pass_turn(context.warpgroup, self.schedule)
+        pass_turn(context.turn, self.schedule)
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
-        self.probabilities(context, key_tile, masked)
+        self.probabilities(context, place[0], place[1], masked)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         pack_fragment(frags.s, frags.p_packed, self.dtype)

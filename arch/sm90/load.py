@@ -48,18 +48,14 @@ def _fetch(pipe: pipelines.PipelineTmaAsync, state: pipelines.PipelineState, cop
 
 
 @cute.jit
-def load_forward(
-    pipes: ForwardPipelines, q: TileCopy, k: TileCopy, v: TileCopy, tiles: KeyTiles, stages: cutlass.Constexpr[int]
-):
-    """q.source has a single tile. Runs in one converged warp."""
-    producer = pipelines.PipelineUserType.Producer
-    q_state = pipelines.make_pipeline_state(producer, 1)
-    k_state = pipelines.make_pipeline_state(producer, stages)
-    v_state = pipelines.make_pipeline_state(producer, stages)
+def load_forward(pipes: ForwardPipelines, states: tuple, q: TileCopy, k: TileCopy, v: TileCopy, tiles: KeyTiles):
+    """Q, K and V of one query tile; q.source has a single tile. Runs in one converged warp. -> states moved on."""
+    q_state, k_state, v_state = states
+    pipes.q.producer_acquire(q_state)
+    cute.copy(q.atom, q.source, q.target[None, 0], tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
+    q_state.advance()
     count = tiles.last - tiles.first
     if count > 0:
-        pipes.q.producer_acquire(q_state)
-        cute.copy(q.atom, q.source, q.target[None, 0], tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
         _fetch(pipes.k, k_state, k, tiles.last - 1)
         k_state.advance()
         for step in cutlass.range(count - 1, unroll=1):
@@ -68,3 +64,5 @@ def load_forward(
             _fetch(pipes.v, v_state, v, tiles.last - 1 - step)
             v_state.advance()
         _fetch(pipes.v, v_state, v, tiles.first)
+        v_state.advance()
+    return q_state, k_state, v_state

@@ -39,8 +39,10 @@ def forward_layouts(tile: Tile, width_qk: int, width_v: int, dtype: type) -> For
     )
 
 
-def forward_storage(layouts: ForwardLayouts, stages: int, dtype: type) -> type:
-    q_elements = max(cute.cosize(layouts.q), cute.cosize(layouts.o))
+def forward_storage(layouts: ForwardLayouts, stages: int, dtype: type, o_apart: bool) -> type:
+    q_elements, o_elements = cute.cosize(layouts.q), cute.cosize(layouts.o)
+    if not o_apart:
+        q_elements, o_elements = max(q_elements, o_elements), 0
 
     @cute.struct
     class Storage:
@@ -48,6 +50,7 @@ def forward_storage(layouts: ForwardLayouts, stages: int, dtype: type) -> type:
         k_barriers: cute.struct.MemRange[Int64, 2 * stages]
         v_barriers: cute.struct.MemRange[Int64, 2 * stages]
         q: cute.struct.Align[cute.struct.MemRange[dtype, q_elements], SWIZZLE_ALIGN]
+        o: cute.struct.Align[cute.struct.MemRange[dtype, o_elements], SWIZZLE_ALIGN]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], SWIZZLE_ALIGN]
         v: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.v)], SWIZZLE_ALIGN]
 

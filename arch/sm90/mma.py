@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cute_flash.spec.plan import Tile
 
-from .schedule import ROWS_PER_WARPGROUP
+from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ class Fragments(NamedTuple):
     o: cute.Tensor  # ((2, 2, width_v / 8), 1, 1) float32, not yet divided by the row sum
 
 
-def make_fragments(mmas: ForwardMmas, smem: tuple, thread: Int32) -> Fragments:
+def make_fragments(mmas: ForwardMmas, smem: tuple, group: Int32) -> Fragments:
+    """`group`, warp-uniform, stands for its first thread: descriptors are then formed in uniform registers."""
     s_q, s_k, s_v = smem
     tile, tiled_qk, tiled_pv = mmas.tile, mmas.qk(), mmas.pv()
-    qk, pv = tiled_qk.get_slice(thread), tiled_pv.get_slice(thread)
+    qk, pv = tiled_qk.get_slice(group * WARPGROUP), tiled_pv.get_slice(group * WARPGROUP)
     s = cute.make_rmem_tensor(qk.partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
     p_packed = cute.make_rmem_tensor((tile.tile_n // 4,), Int32)
     # the C fragment of S, read four columns at a time, is the A fragment of PV: no shuffle, no shared memory

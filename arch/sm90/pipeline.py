@@ -53,28 +53,45 @@ def open_forward(storage, layouts: ForwardLayouts, stages: int, dtype: type, sch
     return opened
 
 
+def forward_states(role: pipelines.PipelineUserType, stages: int) -> tuple:
+    """Where a role stands in the rings of Q, K and V."""
+    return tuple(pipelines.make_pipeline_state(role, slots) for slots in (1, stages, stages))
+
+
 def wait_full(pipe: pipelines.PipelineTmaAsync, state: pipelines.PipelineState):
     """A first try before the loop that suspends: 1 to 2% of the forward, where the data is mostly there already."""
     pipe.consumer_wait(state, pipe.consumer_try_wait(state))
 
 
+class Turn(NamedTuple):
+    """Named barriers of a warpgroup's turn at the tensor cores."""
+
+    mine: Int32
+    following: Int32  # of the warpgroup that goes next
+
+
 @cute.jit
-def grant_first_turn(warpgroup: Int32, schedule: cutlass.Constexpr):
+def turn_of(group: Int32, schedule: cutlass.Constexpr) -> Turn:
+    following = Int32(TURN) if group == schedule.mma_warpgroups - 1 else TURN + 1 + group
+    return Turn(TURN + group, following)
+
+
+@cute.jit
+def grant_first_turn(turn: Turn, schedule: cutlass.Constexpr):
     """The last warpgroup opens the round: warpgroup 0 may go."""
     if cutlass.const_expr(schedule.ping_pong):
-        last = schedule.mma_warpgroups - 1
-        if warpgroup == last:
+        first = turn.following
+        if first == TURN:
             cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
 
 
 @cute.jit
-def wait_turn(warpgroup: Int32, schedule: cutlass.Constexpr):
+def wait_turn(turn: Turn, schedule: cutlass.Constexpr):
     if cutlass.const_expr(schedule.ping_pong):
-        cute.arch.barrier(barrier_id=TURN + warpgroup, number_of_threads=2 * WARPGROUP)
+        cute.arch.barrier(barrier_id=turn.mine, number_of_threads=2 * WARPGROUP)
 
 
 @cute.jit
-def pass_turn(warpgroup: Int32, schedule: cutlass.Constexpr):
+def pass_turn(turn: Turn, schedule: cutlass.Constexpr):
     if cutlass.const_expr(schedule.ping_pong):
-        following = Int32(0) if warpgroup == schedule.mma_warpgroups - 1 else warpgroup + 1
-        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=2 * WARPGROUP)
+        cute.arch.barrier_arrive(barrier_id=turn.following, number_of_threads=2 * WARPGROUP)

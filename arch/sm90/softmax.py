@@ -51,10 +51,10 @@ def softmax_step(scores: cute.Tensor, state: RowState, scale_log2: Float32, mask
         if cutlass.const_expr(masked):
             subtrahend = finite_or_zero(subtrahend)
         rescale = exp2(mul_rn(state.maximum[r], scale_log2) - subtrahend)
-        partial = [Float32(0.0), Float32(0.0)]
+        partial = [None, None]  # two chains: an add waits for the one before it
         for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
             view[r, c] = exp2(view[r, c] * scale_log2 - subtrahend)
-            partial[c % 2] = partial[c % 2] + view[r, c]
+            partial[c % 2] = view[r, c] if c < 2 else partial[c % 2] + view[r, c]
         state.maximum[r] = maxima[r]
         state.rescale[r] = rescale
         state.total[r] = state.total[r] * rescale + (partial[0] + partial[1])

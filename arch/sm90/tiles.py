@@ -36,15 +36,35 @@ FORWARD = {
 }
 
 
+EVERY_LENGTH = 2**31 - 1
+
+
+def persistent_keys(width_v: int, mask: str) -> int:
+    """seqlen_k up to which CTAs stay and take tile after tile; beyond, a CTA a tile, which balances unequal tiles.
+
+    NVIDIA H200, 2026-11-30, TFLOP/s persistent / one CTA a tile: full d=64, 128, 256 at S=512 340/303, 474/427, 486/472, at
+    16384 543/540, 720/724, 731/728; causal d=128 at S=1024 414/394, at 4096 576/633; d=256 at 1024 374/444.
+    """
+    if mask != "causal":
+        return EVERY_LENGTH
+    return 1024 if width_v <= 128 else 0
+
+
 def width(head_dim: int) -> int:
     """The tiled head_dim: rounded up to the step, at least one swizzle atom (32 elements)."""
     return -(-head_dim // WIDTH_STEP) * WIDTH_STEP
 
 
-def forward_smem_bytes(tile: Tile, width_qk: int, width_v: int) -> int:
-    """Shared memory of a forward CTA: Q (its room serves O later), the K and V rings, barriers."""
-    rows = max(width_qk, width_v) * tile.tile_m + tile.stages * tile.tile_n * (width_qk + width_v)
-    return 2 * rows + 1024 + 8 * (4 * tile.stages + 2)
+def forward_smem_bytes(tile: Tile, width_qk: int, width_v: int, o_apart: bool = False) -> int:
+    """Shared memory of a forward CTA: Q and O (in one room or apart), the K and V rings, barriers."""
+    width_qo = width_qk + width_v if o_apart else max(width_qk, width_v)
+    elements = width_qo * tile.tile_m + tile.stages * tile.tile_n * (width_qk + width_v)
+    return 2 * elements + 1024 + 8 * (4 * tile.stages + 2)
+
+
+def o_apart(tile: Tile, width_qk: int, width_v: int) -> bool:
+    """O has a room of its own where it fits: then the next tile's Q is loaded while O leaves."""
+    return forward_smem_bytes(tile, width_qk, width_v, o_apart=True) <= SMEM_LIMIT
 
 
 def forward_registers(tile: Tile, width_v: int) -> int:

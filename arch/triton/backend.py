@@ -23,22 +23,24 @@ class TritonBackend:
 
     def plan(self, problem: Problem) -> Plan:
         capability = problem.device.capability
-        widths = tiles.width(problem.head_dim), tiles.width(problem.head_dim_v)
+        head_dim, head_dim_v = tiles.width(problem.head_dim), tiles.width(problem.head_dim_v)
+        padded = (head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v)
+        widest = max(head_dim, head_dim_v)
         ieee = problem.dtype == "float32" and problem.ieee_float32
         return Plan(
             backend=self.name,
             direction=problem.direction,
             arch=f"{capability[0]}.{capability[1]}",
             dtype=problem.dtype,
-            head_dim=widths[0],
-            head_dim_v=widths[1],
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
             mask=problem.mask,
             lse=problem.lse or problem.direction == BACKWARD,
             lse_grad=problem.lse_grad,
             deterministic=True,  # no atomics anywhere
             ieee_float32=ieee,
-            tile=tiles.choose(problem.direction, max(widths), problem.dtype, ieee, capability),
-            variant="" if widths == (problem.head_dim, problem.head_dim_v) else tiles.PADDED,
+            tile=tiles.choose(problem.direction, widest, problem.dtype, ieee, capability),
+            variant=tiles.variant(problem.direction, widest, padded, problem.dtype, capability),
         )
 
     def split(self, plan: Plan) -> Plan | None:

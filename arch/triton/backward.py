@@ -7,7 +7,6 @@ Both recompute P = exp(S - LSE); dS = P * (dP - delta).
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import triton.language as tl
 
 from cute_flash.spec.plan import Plan
 
-from .ahead import compile_kernel, operand_types
+from .ahead import compile_kernel, launch_options, operand_types
 from .operands import (
     LOG2_E,
     UNSPECIALIZED,
@@ -25,7 +24,6 @@ from .operands import (
     add_dot,
     alignment,
     dot_transposed,
-    exact_spec,
     grid_place,
     head_start,
     key_bounds,
@@ -40,13 +38,13 @@ from .operands import (
     store_tile,
     zeros,
 )
-from .tiles import PADDED
+from .tiles import PADDED, dq_tile
 
 
 @triton.jit
-def _row_values(workspace, batch, head, sizes, tile: tl.constexpr):
+def _row_values(workspace, batch, head, sizes, spec: tl.constexpr):
     """Where one head's LSE in base 2 and its delta start: (batch, heads_q, 2, seqlen_q rounded up to dQ's tiles)."""
-    rows = tl.cdiv(sizes.seqlen_q, tile) * tile
+    rows = tl.cdiv(sizes.seqlen_q, spec.row_pad) * spec.row_pad
     base = workspace + (batch.to(tl.int64) * sizes.heads_q + head) * 2 * rows
     return base, base + rows
 
@@ -67,7 +65,7 @@ def _leave_row_values(do_tile, out_tile, row_values, place, sizes, spec: tl.cons
     dead = value == float("-inf")
     lse_log2 = tl.where(dead, float("inf"), value * LOG2_E)
     delta = tl.where(dead, 0.0, delta)
-    lse_base, delta_base = _row_values(workspace, batch, head, sizes, tile_m)
+    lse_base, delta_base = _row_values(workspace, batch, head, sizes, spec)
     rows = start + tl.arange(0, tile_m)
     tl.store(lse_base + rows, lse_log2)
     tl.store(delta_base + rows, delta)
@@ -85,7 +83,7 @@ def _walk_keys(acc, fixed, kv, rows, full, last, sizes, scale_log2, spec: tl.con
         k_tile = load_tile(k_base, k, start, sizes.seqlen_k, spec.tile_n, qk_columns)
         v_tile = load_tile(v_base, v, start, sizes.seqlen_k, spec.tile_n, v_columns)
         p = tl.exp2(dot_transposed(q_tile, k_tile, spec) * scale_log2 - lse_log2[:, None])
-        if start >= full:
+        if spec.mask_all or start >= full:
             keys = start + tl.arange(0, spec.tile_n)
             p = tl.where(sees(rows[:, None], keys[None, :], sizes, spec), p, 0.0)
         ds = p * (dot_transposed(do_tile, v_tile, spec) - delta[:, None])
@@ -135,7 +133,7 @@ def _walk_rows(state, fixed, queries, keys, first, full, sizes, scale_log2, spec
     q, dout, workspace, batch, head = queries
     q_base = head_start(q, batch, head, qk_columns)
     do_base = head_start(dout, batch, head, v_columns)
-    lse_base, delta_base = _row_values(workspace, batch, head, sizes, spec.tile_n)
+    lse_base, delta_base = _row_values(workspace, batch, head, sizes, spec)
     tile_m: tl.constexpr = spec.tile_m
     for start in tl.range(first, sizes.seqlen_q, tile_m):
         q_tile = load_tile(q_base, q, start, sizes.seqlen_q, tile_m, qk_columns)
@@ -143,7 +141,7 @@ def _walk_rows(state, fixed, queries, keys, first, full, sizes, scale_log2, spec
         rows = start + tl.arange(0, tile_m)
         s = dot_transposed(k_tile, q_tile, spec)  # (tile_n, tile_m)
         p = tl.exp2(s * scale_log2 - tl.load(lse_base + rows)[None, :])
-        if spec.causal and start < full:
+        if spec.causal and (spec.mask_all or start < full):
             p = tl.where(keys[:, None] <= rows[None, :] + (sizes.seqlen_k - sizes.seqlen_q), p, 0.0)
         dv = add_dot(dv, p.to(dout.ptr.dtype.element_ty), do_tile, spec)
         ds = p * (dot_transposed(v_tile, do_tile, spec) - tl.load(delta_base + rows)[None, :])
@@ -183,43 +181,49 @@ def attention_backward_dkdv(qkv, dout, workspace, grads, seqlen_q, seqlen_k, hea
     store_tile(dv_acc, head_start(dv, batch, kv_head, v_columns), dv, start, seqlen_k, v_columns)
 
 
-def mirrored(spec: Spec) -> Spec:
-    """The dK/dV kernel's: the Plan's tile_m counts its keys, tile_n its query rows."""
-    return replace(spec, tile_m=spec.tile_n, tile_n=spec.tile_m)
+def _specs(plan: Plan) -> tuple[Callable[..., Spec], Callable[..., Spec]]:
+    """Of the dQ kernel, and of the dK/dV kernel, whose tile_m counts keys and tile_n query rows."""
+    tile = dq_tile(plan)
+    if tile.tile_m % plan.tile.tile_n:
+        raise ValueError(f"dQ's tile_m={tile.tile_m} is no multiple of dK/dV's tile_n={plan.tile.tile_n}")
+    return spec_maker(plan, tile.tile_m, tile.tile_n), spec_maker(plan, plan.tile.tile_n, plan.tile.tile_m)
 
 
 def compile_ahead(plan: Plan) -> tuple[Any, ...]:
     x = operand_types(plan.dtype)
     dlse = "*fp32" if plan.lse_grad else None
     sizes = ("i32", "i32", "i32", "i32")
-    spec = exact_spec(plan)
-    dq = ((x, x, x), (x, x), ("*fp32", dlse, "*fp32"), x, *sizes, "fp32", spec)
-    dkdv = ((x, x, x), x, "*fp32", (x, x), *sizes, "fp32", mirrored(spec))
-    return compile_kernel(attention_backward_dq, dq, plan), compile_kernel(attention_backward_dkdv, dkdv, plan)
+    spec_dq, spec_dkdv = (make(plan.head_dim, plan.head_dim_v, 1, 1) for make in _specs(plan))
+    dq = ((x, x, x), (x, x), ("*fp32", dlse, "*fp32"), x, *sizes, "fp32", spec_dq)
+    dkdv = ((x, x, x), x, "*fp32", (x, x), *sizes, "fp32", spec_dkdv)
+    return (
+        compile_kernel(attention_backward_dq, dq, plan.arch, dq_tile(plan)),
+        compile_kernel(attention_backward_dkdv, dkdv, plan.arch, plan.tile),
+    )
 
 
 def build(plan: Plan) -> Callable[..., None]:
     """Compiles for the usual launch (see ahead.py); unusual strides and padded head dims compile at their first."""
-    if plan.variant != PADDED and not triton.knobs.runtime.interpret:
+    if PADDED not in plan.variant and not triton.knobs.runtime.interpret:
         compile_ahead(plan)
-    specs = spec_maker(plan)
-    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
-    tile_m = plan.tile.tile_m
+    specs_dq, specs_dkdv = _specs(plan)
+    options_dq, options_dkdv = launch_options(dq_tile(plan)), launch_options(plan.tile)
+    tile_q, tile_k = dq_tile(plan).tile_m, plan.tile.tile_m
 
     def backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, scale: float) -> None:
         batch, seqlen_q, heads, head_dim = q.shape
         seqlen_k, heads_kv, head_dim_v = v.shape[1:]
         sizes = (seqlen_q, seqlen_k, heads, heads // heads_kv)
-        spec = specs(head_dim, head_dim_v, alignment(head_dim, q, k, dq, dk), alignment(head_dim_v, v, out, dout, dv))
-        padded = triton.cdiv(seqlen_q, tile_m) * tile_m
-        workspace = torch.empty((batch, heads, 2, padded), dtype=torch.float32, device=q.device)
+        dims = (head_dim, head_dim_v, alignment(head_dim, q, k, dq, dk), alignment(head_dim_v, v, out, dout, dv))
+        tiles_q = triton.cdiv(seqlen_q, tile_q)
+        workspace = torch.empty((batch, heads, 2, tiles_q * tile_q), dtype=torch.float32, device=q.device)
         row_values = (lse.contiguous(), None if dlse is None else dlse.contiguous(), workspace)
         qkv, dout = (operand(q), operand(k), operand(v)), operand(dout)
-        attention_backward_dq[(triton.cdiv(seqlen_q, tile_m) * heads * batch,)](
-            qkv, (operand(out), dout), row_values, operand(dq), *sizes, scale, spec, **options
+        attention_backward_dq[(tiles_q * heads * batch,)](
+            qkv, (operand(out), dout), row_values, operand(dq), *sizes, scale, specs_dq(*dims), **options_dq
         )
-        attention_backward_dkdv[(triton.cdiv(seqlen_k, tile_m) * heads_kv * batch,)](
-            qkv, dout, workspace, (operand(dk), operand(dv)), *sizes, scale, mirrored(spec), **options
+        attention_backward_dkdv[(triton.cdiv(seqlen_k, tile_k) * heads_kv * batch,)](
+            qkv, dout, workspace, (operand(dk), operand(dv)), *sizes, scale, specs_dkdv(*dims), **options_dkdv
         )
 
     return backward

@@ -9,16 +9,16 @@ import triton.language as tl
 
 from cute_flash.spec.plan import Plan
 
-from .ahead import compile_kernel, operand_types
+from .ahead import compile_kernel, launch_options, operand_types
 from .operands import (
     LN_2,
     LOG2_E,
     UNSPECIALIZED,
     Sizes,
+    Spec,
     add_dot,
     alignment,
     dot_transposed,
-    exact_spec,
     grid_place,
     head_start,
     key_bounds,
@@ -49,7 +49,7 @@ def _walk_keys(state, q_tile, kv, rows, full, last, sizes, scale_log2, spec: tl.
     for start in tl.range(0, last, spec.tile_n):
         k_tile = load_tile(k_base, k, start, sizes.seqlen_k, spec.tile_n, qk_columns)
         s = dot_transposed(q_tile, k_tile, spec)
-        if start >= full:
+        if spec.mask_all or start >= full:
             keys = start + tl.arange(0, spec.tile_n)
             s = tl.where(sees(rows[:, None], keys[None, :], sizes, spec), s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
@@ -91,19 +91,24 @@ def attention_forward(qkv, out, lse, seqlen_q, seqlen_k, heads, group, scale_log
         store_rows((row_max + tl.log2(row_sum)) * LN_2, rows_start(lse, batch, head, sizes), start, seqlen_q)
 
 
+def _specs(plan: Plan) -> Callable[..., Spec]:
+    return spec_maker(plan, plan.tile.tile_m, plan.tile.tile_n)
+
+
 def compile_ahead(plan: Plan) -> tuple[Any, ...]:
     x = operand_types(plan.dtype)
     lse = "*fp32" if plan.lse else None
-    spec = exact_spec(plan)
-    return (compile_kernel(attention_forward, ((x, x, x), x, lse, "i32", "i32", "i32", "i32", "fp32", spec), plan),)
+    spec = _specs(plan)(plan.head_dim, plan.head_dim_v, 1, 1)
+    arguments = ((x, x, x), x, lse, "i32", "i32", "i32", "i32", "fp32", spec)
+    return (compile_kernel(attention_forward, arguments, plan.arch, plan.tile),)
 
 
 def build(plan: Plan) -> Callable[..., None]:
     """Compiles for the usual launch (see ahead.py); unusual strides and padded head dims compile at their first."""
-    if plan.variant != PADDED and not triton.knobs.runtime.interpret:
+    if PADDED not in plan.variant and not triton.knobs.runtime.interpret:
         compile_ahead(plan)
-    specs = spec_maker(plan)
-    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
+    specs = _specs(plan)
+    options = launch_options(plan.tile)
 
     def forward(q, k, v, out, lse, scale: float) -> None:
         batch, seqlen_q, heads, head_dim = q.shape

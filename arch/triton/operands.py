@@ -16,6 +16,8 @@ import triton.language as tl
 
 from cute_flash.spec.plan import Plan
 
+from .tiles import MASK_ALL, dq_tile
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -56,9 +58,11 @@ class Spec:
     v: Columns  # head_dim_v: of v, out, dout, dv
     tile_m: int
     tile_n: int
+    row_pad: int  # the backward's workspace has a multiple of this many rows a head
     causal: bool
     lse: bool
     lse_grad: bool
+    mask_all: bool  # mask every tile instead of branching on whether it hides a pair
     precision: str  # of float32 matmuls: "ieee" or "tf32"
 
 
@@ -254,25 +258,22 @@ def alignment(head_dim: int, *tensors: torch.Tensor) -> int:
     return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:3]))
 
 
-def spec_maker(plan: Plan) -> Callable[[int, int, int, int], Spec]:
-    """(head_dim, head_dim_v, their alignments) -> Spec, made once each."""
+def spec_maker(plan: Plan, tile_m: int, tile_n: int) -> Callable[[int, int, int, int], Spec]:
+    """(head_dim, head_dim_v, their alignments) -> Spec, made once each. tile_m counts query rows, tile_n keys."""
 
     @functools.lru_cache(maxsize=256)
     def make(head_dim: int, head_dim_v: int, align: int, align_v: int) -> Spec:
         return Spec(
             qk=Columns(head_dim, plan.head_dim, align),
             v=Columns(head_dim_v, plan.head_dim_v, align_v),
-            tile_m=plan.tile.tile_m,
-            tile_n=plan.tile.tile_n,
+            tile_m=tile_m,
+            tile_n=tile_n,
+            row_pad=dq_tile(plan).tile_m,
             causal=plan.mask.causal,
             lse=plan.lse,
             lse_grad=plan.lse_grad,
+            mask_all=MASK_ALL in plan.variant,
             precision="ieee" if plan.ieee_float32 else "tf32",
         )
 
     return make
-
-
-def exact_spec(plan: Plan) -> Spec:
-    """For head dims that need no padding."""
-    return spec_maker(plan)(plan.head_dim, plan.head_dim_v, 1, 1)

@@ -1,19 +1,25 @@
 """Tile of every (direction, head_dim, dtype, capability), within the shared memory that a program may take there.
 
 The forward and the dQ kernel keep tile_m query rows and step over tile_n keys; the dK/dV kernel mirrors them: it keeps
-tile_m keys and steps over tile_n query rows. tile_m is a multiple of tile_n in the backward.
+tile_m keys and steps over tile_n query rows. Plan.tile of a backward is the dK/dV kernel's, and the dQ kernel's too
+unless a word of Plan.variant names another: "dq-128x32x2x8" = Tile(128, 32, 2, 8). dQ's tile_m must be a multiple of
+dK/dV's tile_n.
 
 The rows are chosen from compiled code (no or few spilled registers, shared memory), not yet from measurements.
 """
 
 import itertools
+from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
 from cute_flash.spec.problem import BACKWARD, FORWARD
 
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)  # each a power of two, or a sum of two
 
-PADDED = "padded"  # Plan.variant where a head dim is narrower than its tile
+# Words of Plan.variant.
+PADDED = "padded"  # a head dim is narrower than its tile
+MASK_ALL = "mask-all"  # every tile is masked, hidden pairs or not: no branch in the loop
+DQ = "dq-"  # the tile of the dQ kernel follows
 
 KIB = 1024
 SHARED_MEMORY_MIN = 99 * KIB  # 8.6, 8.9, 12.0, 12.1 and whatever is not listed
@@ -50,14 +56,16 @@ SIXTEEN_BIT = {
         (256, Tile(128, 64, 2, 8)),
     ],
     (BACKWARD, "99"): [
+        (64, Tile(128, 64, 2, 8)),
         (96, Tile(128, 32, 2, 8)),
         (128, Tile(64, 64, 2, 8)),
-        (192, Tile(64, 32, 2, 8)),
         (256, Tile(64, 16, 2, 8)),
     ],
     (BACKWARD, "163"): [
+        (64, Tile(128, 64, 2, 8)),
         (96, Tile(128, 32, 2, 8)),
         (128, Tile(64, 64, 2, 8)),
+        (192, Tile(64, 16, 2, 8)),
         (256, Tile(64, 32, 2, 8)),
     ],
     (BACKWARD, "227"): [
@@ -65,6 +73,7 @@ SIXTEEN_BIT = {
         (256, Tile(64, 32, 2, 8)),
     ],
 }
+DQ_LARGE_HEAD = Tile(128, 32, 2, 8)  # the dQ kernel's on 227 KiB, for head dims above 128
 # float32 is made right, not fast: one table for all. "ieee" multiplies without tensor cores, in registers.
 FLOAT32 = {
     (FORWARD, "ieee"): [(64, Tile(32, 32, 1, 4)), (128, Tile(32, 32, 1, 8)), (256, Tile(32, 16, 1, 8))],
@@ -92,29 +101,63 @@ def choose(direction: str, widest: int, dtype: str, ieee: bool, capability: tupl
     return next(tile for limit, tile in rows if widest <= limit)
 
 
+def variant(direction: str, widest: int, padded: bool, dtype: str, capability: tuple[int, int]) -> str:
+    """Where matmuls run on registers (mma.sync) a branch in the backward's loops spills up to 4 KB a thread."""
+    words = [PADDED] if padded else []
+    large = shared_memory(capability) == 227 * KIB
+    if direction == BACKWARD and not large:
+        words.append(MASK_ALL)
+    if direction == BACKWARD and large and dtype != "float32" and widest > 128:
+        words.append(_dq_word(DQ_LARGE_HEAD))
+    return " ".join(words)
+
+
+def _dq_word(tile: Tile) -> str:
+    return f"{DQ}{tile.tile_m}x{tile.tile_n}x{tile.stages}x{tile.warps}"
+
+
+def dq_tile(plan: Plan) -> Tile:
+    words = [word.removeprefix(DQ) for word in plan.variant.split() if word.startswith(DQ)]
+    return Tile(*(int(number) for number in words[0].split("x"))) if words else plan.tile
+
+
+def with_dq_tile(plan: Plan, tile: Tile) -> Plan:
+    words = [word for word in plan.variant.split() if not word.startswith(DQ)]
+    return replace(plan, variant=" ".join([*words, _dq_word(tile)]))
+
+
 REGISTERS = 255  # a thread may have; accumulators and scores must leave room for the rest
 
 
-def _plausible(tile: Tile, plan: Plan, capability: tuple[int, int]) -> bool:
-    """Whether operands fit shared memory and accumulators registers: an estimate, the compiler has the last word."""
-    threads = 32 * tile.warps
-    both = plan.head_dim + plan.head_dim_v
-    forward = plan.direction == FORWARD
-    kept = tile.tile_m * (plan.head_dim if forward else both)
-    stepped = tile.stages * tile.tile_n * both
-    accumulators = tile.tile_m * (plan.head_dim_v if forward else both) // threads
-    scores = (1 if forward else 2) * tile.tile_m * tile.tile_n // threads
-    fits = 2 * (kept + stepped) <= shared_memory(capability)
-    return fits and accumulators + scores <= REGISTERS - 40
+def _plausible(tile: Tile, kept: int, accumulated: int, score_tiles: int, plan: Plan) -> bool:
+    """Whether operands fit shared memory and accumulators registers: an estimate, the compiler has the last word.
 
-
-def candidates(plan: Plan) -> list[Tile]:
-    """Tiles worth measuring for a 16-bit Plan, its own first: build(replace(plan, tile=...)) runs each."""
+    kept, accumulated = columns of operands that stay, and of accumulators.
+    """
     capability = tuple(int(part) for part in plan.arch.split("."))
-    found = [plan.tile]
+    stepped = plan.head_dim + plan.head_dim_v
+    bytes_16_bit = 2 * (tile.tile_m * kept + tile.stages * tile.tile_n * stepped)
+    registers = tile.tile_m * (accumulated + score_tiles * tile.tile_n) // (32 * tile.warps)
+    return bytes_16_bit <= shared_memory(capability) and registers <= REGISTERS - 40
+
+
+def candidates(plan: Plan, dq: bool = False) -> list[Tile]:
+    """Tiles worth measuring for a 16-bit Plan, its own first. Each runs by build(replace(plan, tile=...)).
+
+    Of a backward: the dK/dV kernel's tiles, or with `dq` the dQ kernel's, which run by build(with_dq_tile(plan, ...)).
+    """
+    both = plan.head_dim + plan.head_dim_v
+    if plan.direction == FORWARD:
+        columns = plan.head_dim, plan.head_dim_v, 1
+    else:
+        columns = both, plan.head_dim if dq else both, 2
+    found = [dq_tile(plan) if dq else plan.tile]
     for tile_m, tile_n, warps, stages in itertools.product((128, 64), (128, 64, 32), (8, 4), (2, 3, 4)):
         tile = Tile(tile_m, tile_n, stages, warps)
-        divides = plan.direction == FORWARD or tile_m % tile_n == 0
-        if tile not in found and divides and _plausible(tile, plan, capability):
+        if tile not in found and _plausible(tile, *columns, plan):
             found.append(tile)
-    return found
+    if plan.direction == FORWARD:
+        return found
+    return [
+        tile for tile in found if (tile.tile_m % plan.tile.tile_n if dq else dq_tile(plan).tile_m % tile.tile_n) == 0
+    ]

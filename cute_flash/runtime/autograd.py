@@ -24,14 +24,14 @@ def _zeros_like_expanded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(torch.autograd.Function):
-    """(q, k, v, scale, call) -> out, or (out, lse) where the call returns it."""
+    """(q, k, v, (call, scale)) -> out, or (out, lse) where the call returns it."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: Call) -> Any:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bound: tuple[Call, float]) -> Any:
+        call, scale = ctx.bound = bound
         batch, seqlen_q, _, _ = q.shape
         out, lse = call.forward(q, k, v, scale, batch, seqlen_q)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale, ctx.call = scale, call
         if not call.return_lse:
             return out
         ctx.set_materialize_grads(False)
@@ -42,19 +42,20 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         if dout is None and dlse is None:
-            return None, None, None, None, None
+            return None, None, None, None
         if dout is None:
             dout = _zeros_like_expanded(out)
         create_graph = torch.is_grad_enabled()
         with torch.no_grad():
             if dlse is not None:
                 dlse = dlse.contiguous()
-            backward = ctx.call.backwards(dlse is not None)
-            grads = backward(dout, q, k, v, out, lse, dlse, ctx.scale)
+            call, scale = ctx.bound
+            backward = call.backwards(dlse is not None)
+            grads = backward(dout, q, k, v, out, lse, dlse, scale)
             kept = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
         if create_graph:
             kept = list(_once(kept))
-        return (*kept, None, None)
+        return (*kept, None)
 
 
 # Function.apply less its Python preamble, which costs half of it (2.8 of 5.7 us) and only functorch needs.
@@ -64,8 +65,8 @@ _functorch_active = torch._C._are_functorch_transforms_active
 
 def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: Call) -> Any:
     if _functorch_active():
-        return Attention.apply(q, k, v, scale, call)
-    return _apply(q, k, v, scale, call)
+        return Attention.apply(q, k, v, (call, scale))
+    return _apply(q, k, v, (call, scale))
 
 
 class Empty(torch.autograd.Function):

@@ -163,6 +163,8 @@ def kernel_for(backend: Backend, plan: Plan) -> Compiled:
         _count("memory")
         return Compiled(kernel, "in memory" if plan.arch else "")
     _refuse_in_capture(plan)
+    if backend.exports:
+        emulation.refuse_mixture()
     with _table:
         lock = _slots.setdefault(slot, threading.Lock())
     with lock:  # threads that want the same plan wait for the first

@@ -6,6 +6,7 @@ compiled for it, and each launch goes through the emulator.
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from ..spec import device as device_facts
 from ..spec import settings
 from ..spec.device import Device
+from . import toolchain
 
 WORD = "emulated"  # in the name of the device that CPU tensors stand in for
 
@@ -28,6 +30,18 @@ def device_for(device: torch.device) -> Device:
 
 def is_emulated(device: Device) -> bool:
     return device.name.startswith(WORD)
+
+
+def refuse_mixture() -> None:
+    """The emulator stands in for the library that kernels launch through, and a process binds to one of the two.
+
+    Beside each other, an emulated kernel would launch on the GPU with host pointers, or a GPU's kernel on the CPU.
+    """
+    host = sys.modules.get("cute_flash.emulator.host")
+    if settings.current.emulate is None and host is not None and host.RUNTIME.library is not None:
+        raise RuntimeError("this process has emulated a GPU: run kernels on a real one in another process")
+    if settings.current.emulate is not None and toolchain.runtime_is_loaded():
+        raise RuntimeError("this process has loaded kernels for a real GPU: emulate in another process")
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -65,6 +66,15 @@ def runtime_library() -> Path | None:
         driver = None  # no driver here: compiling ahead
     usable = [major for major in found if driver is None or major <= driver]
     return found[max(usable)] if usable else None
+
+
+def runtime_is_loaded() -> bool:
+    """Has anybody in this process (this package, the compiler, another library) opened it?"""
+    path = runtime_library()
+    try:
+        return path is not None and bool(ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW))
+    except OSError:
+        return False
 
 
 @functools.cache

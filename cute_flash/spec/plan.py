@@ -31,6 +31,7 @@ class Plan:
     deterministic: bool = False
     ieee_float32: bool = True
     tile: Tile | None = None
+    ctas: int = 0  # CTAs of a persistent kernel at most: the GPU's multiprocessors times what fits one; 0 = none
     variant: str = ""  # names a different schedule under the same backend
 
     def key(self) -> str:

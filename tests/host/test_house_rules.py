@@ -59,9 +59,7 @@ EXCEPTIONS: dict[str, str] = {
     "floors arch/sm90/softmax.py cute_flash.arch.sm90.mma": "reads the score fragment by rows",
     "floors arch/sm90/epilogue.py cute_flash.arch.sm90.mma": "which row a thread's LSE belongs to is mma's fact",
     "floors arch/sm90/epilogue.py cute_flash.arch.sm90.load": "TMA descriptor and tensor: one bundle both ways",
-    "parameters arch/triton/backward.py attention_backward_dq": "Triton takes tensors one by one, not in bundles",
     "parameters arch/triton/backward.py backward": "the contract's ten operands and the Plan",
-    "library words cute_flash/emulator/hooks.py os.environ": "sets what the DSL reads before its first import",
 }
 
 

@@ -42,6 +42,7 @@ class Case:
     tile: tuple[int, int] | None = None  # (tile_m, tile_n); None = the Plan's
     offset: float = 0.0  # added to q, subtracted from k: scores far below zero
     lse_grad: bool = True
+    variant: str = ""  # of the backward's Plan, where `tile` is given
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in asdict(self).values() if value is not None)
@@ -62,6 +63,8 @@ CASES = [
     *(Case(18, 20, 2, 1, 24, 40, True, batch=2, layout=layout, tile=TINY) for layout in LAYOUTS),
     Case(160, 256, causal=True, offset=5.0),
     Case(40, 40, causal=True, lse_grad=False, tile=SMALL),
+    *(Case(37, 50, causal=causal, tile=SMALL, variant="mask-all") for causal in BOTH),
+    *(Case(37, 50, causal=causal, tile=SMALL, variant="dq-64x16x1x4") for causal in BOTH),
 ]
 
 
@@ -77,8 +80,8 @@ def arranged(shape: tuple[int, int, int, int], layout: str, dtype: torch.dtype) 
         return torch.randn(1, seqlen, 1, dim).to(dtype).expand(shape)
     if layout == "columns":
         return torch.randn(batch, seqlen, dim, heads).to(dtype).transpose(2, 3)
-    if layout == "sliced":
-        return torch.randn(batch, 2 * seqlen, heads, dim + 3).to(dtype)[:, ::2, :, 1 : dim + 1]
+    if layout == "sliced":  # with NaN around: what is read beside a row or after the last shows
+        return torch.full((batch, 2 * seqlen, heads, dim + 3), math.nan, dtype=dtype)[:, ::2, :, 1 : dim + 1].normal_()
     return torch.randn(shape).to(dtype)
 
 
@@ -105,7 +108,8 @@ def plan_and_build(direction: str, case: Case):
     )  # fmt: skip
     plan = BACKEND.plan(problem)
     if case.tile is not None:
-        plan = replace(plan, tile=Tile(*case.tile, stages=1, warps=4))
+        variant = case.variant if direction == BACKWARD else ""
+        plan = replace(plan, tile=Tile(*case.tile, stages=1, warps=4), variant=variant)
     return BACKEND.build(plan)
 
 

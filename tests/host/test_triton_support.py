@@ -10,6 +10,7 @@ from cute_flash.arch.triton.backend import BACKEND
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import CAUSAL, FULL, Mask
+from cute_flash.spec.plan import Tile
 from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 
 
@@ -67,10 +68,34 @@ def test_width_is_a_sum_of_at_most_two_powers_of_two_of_16_or_more(head_dim):
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0), (13, 0)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("width", tiles.WIDTHS)
-def test_every_backward_tile_divides(capability, dtype, width):
+def test_rows_of_dq_tiles_are_whole_steps_of_dkdv(capability, dtype, width):
     for ieee in (True, False):
-        tile = tiles.choose(BACKWARD, width, dtype, ieee, capability)
-        assert tile.tile_m % tile.tile_n == 0
+        plan = BACKEND.plan(
+            problem(capability, BACKWARD, head_dim=width, head_dim_v=width, dtype=dtype, ieee_float32=ieee)
+        )
+        assert tiles.dq_tile(plan).tile_m % plan.tile.tile_n == 0
+
+
+def test_dq_tile_is_a_word_of_the_variant():
+    plan = BACKEND.plan(problem((8, 6), BACKWARD, head_dim=72))
+    assert plan.variant.split() == [tiles.PADDED, tiles.MASK_ALL]
+    assert tiles.dq_tile(plan) == plan.tile
+    for tile in (Tile(128, 32, 3, 8), Tile(64, 32, 2, 4)):
+        plan = tiles.with_dq_tile(plan, tile)
+        assert tiles.dq_tile(plan) == tile
+        assert len(plan.variant.split()) == 3
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0)])
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
+def test_candidates_are_distinct_and_the_own_tile_comes_first(capability, direction, width):
+    plan = BACKEND.plan(problem(capability, direction, head_dim=width, head_dim_v=width))
+    kinds = [(False, plan.tile), (True, tiles.dq_tile(plan))] if direction == BACKWARD else [(False, plan.tile)]
+    for dq, own in kinds:
+        found = tiles.candidates(plan, dq=dq)
+        assert found[0] == own
+        assert len(set(found)) == len(found)
 
 
 def test_plan_states_what_runs():

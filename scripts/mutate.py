@@ -1,0 +1,149 @@
+"""Mutation score of a forward's synchronisation, emulated: drop each wait, arrive, barrier and fence in turn.
+
+    python -m scripts.mutate --points d=128,mask=causal [--split] [--out perf/results/mutation_sm90.csv]
+
+A site counts as noticed when the emulator raises or the result is wrong under one of the schedules. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cute_flash import emulator
+from cute_flash.emulator.mutate import Outcome, Report, find_sites, score
+from cute_flash.runtime import compiler
+from cute_flash.spec import settings
+from perf import points
+from scripts import dump
+
+KNOBS = (  # late and eager completion, far-ahead and even warps; the first mostly decides
+    {"mode": "late", "scheduler": "priority", "seed": 1},
+    {"mode": "random", "scheduler": "random", "seed": 2},
+    {"mode": "eager", "scheduler": "priority", "seed": 3},
+    {"mode": "late", "scheduler": "round_robin", "seed": 4},
+)
+STEPS = 400_000  # a mutant that polls for ever gives up here; a whole run takes a tenth
+ERROR = 6e-3  # three times a right result's; a tile read too early is off by 1e-1 or more
+
+
+@dataclass
+class Subject:
+    """A compiled forward, its inputs and its right answer."""
+
+    kernel: Callable[..., Any]
+    operands: tuple[Any, ...]  # q, k, v, out, lse, scale and scratch
+    exact: tuple[torch.Tensor, torch.Tensor]
+    arch: str
+    texts: list[str] = field(default_factory=list)  # PTX that ran
+
+    def attempt(self, edit: Callable[[str], str], knobs: dict[str, Any]) -> tuple[bool, Any]:
+        """Run once: (is the result right, counters of the first launch)."""
+        out, lse = self.operands[3:5]
+        for tensor in (out, lse, *self.operands[6:]):
+            tensor.fill_(math.nan)
+        with emulator.emulate(self.arch, edit=edit, max_steps=STEPS, strict_exit=True, **knobs) as emulation:
+            self.kernel(*self.operands)
+        return self._right(out, lse), emulation.launches[0]["counters"]
+
+    def _right(self, out: torch.Tensor, lse: torch.Tensor) -> bool:
+        exact_out, exact_lse = self.exact
+        distance = torch.linalg.vector_norm(out.double() - exact_out) / torch.linalg.vector_norm(exact_out)
+        return bool(distance < ERROR) and torch.allclose(lse.double(), exact_lse, rtol=1e-6, atol=1e-3)
+
+    def note(self, ptx: str) -> str:
+        if ptx not in self.texts:
+            self.texts.append(ptx)
+        return ptx
+
+
+def dense(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE in float64, one head."""
+    scores = q[0, :, 0].double() @ k[0, :, 0].double().T * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape, dtype=torch.bool).triu(scores.shape[1] - scores.shape[0] + 1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return (scores.softmax(-1) @ v[0, :, 0].double())[None, :, None], scores.logsumexp(-1)[None, None]
+
+
+def prepare(args: argparse.Namespace) -> Subject:
+    """Two query tiles over several key tiles, the last one partial: every ring wraps, every branch is taken."""
+    (point,) = points.parse(args.points)
+    backend, plan = dump.plan_of(args, point)
+    with settings.override(emulate=plan.arch), emulator.emulate(plan.arch):
+        kernel = compiler.build(backend, plan)[0]
+    rows, keys = 2 * plan.tile.tile_m, args.key_tiles * plan.tile.tile_n - 3
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, n, 1, d) for n, d in ((rows, plan.head_dim), (keys, plan.head_dim), (keys, plan.head_dim_v))
+    )
+    k *= torch.linspace(4, 0.2, keys)[None, :, None, None]  # visited from the last: every tile raises the maximum
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    out, lse = torch.empty(1, rows, 1, plan.head_dim_v).bfloat16(), torch.empty(1, 1, rows)
+    scratch = ()
+    if args.split:
+        scratch = (torch.empty(2, 1, 1, rows, plan.head_dim_v), torch.empty(2, 1, 1, rows))
+    return Subject(kernel, (q, k, v, out, lse, point.scale, *scratch), dense(q, k, v, point.causal), plan.arch)
+
+
+def judge(subject: Subject, kinds: Sequence[str] | None = None, sites: slice = slice(None)) -> Iterator[Outcome]:
+    """Every site in turn: an outcome as soon as a schedule notices, or after all of them."""
+    unharmed = [subject.attempt(subject.note, knobs) for knobs in KNOBS]
+    if not all(right for right, _ in unharmed):
+        raise RuntimeError("the kernel is wrong before anything is dropped")
+    counters = [c for _, c in unharmed]
+
+    def right_everywhere(edit: Callable[[str], str]) -> bool:
+        return all(subject.attempt(edit, knobs)[0] for knobs in KNOBS)
+
+    for site in find_sites(subject.texts[0], kinds)[sites]:
+        yield from score([site], right_everywhere, counters).outcomes
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m scripts.mutate", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--backend", default="sm90")
+    add("--points", default="d=128,mask=causal", help="as perf/bench.py (only d, dv and mask matter)")
+    add("--split", action="store_true", help="the plan that shares a query tile among CTAs")
+    add("--key-tiles", type=int, default=5)
+    add("--kinds", default="", help="comma-separated, as in cute_flash/emulator/mutate.py; default all")
+    add("--out", type=Path, default=None, help="CSV to append to")
+    args = parser.parse_args(argv)
+    args.lse, args.capability, args.tile = True, "", ""
+    return args
+
+
+COLUMNS = ("kernel", "kind", "line", "site", "noticed", "how", "seconds")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    subject, report = prepare(args), Report()
+    name, rows = args.points + (",split" if args.split else ""), []
+    start = time.process_time()
+    for outcome in judge(subject, args.kinds.split(",") if args.kinds else None):
+        site, seconds = outcome.site, time.process_time() - start
+        report.outcomes.append(outcome)
+        rows.append((name, site.kind, site.line, site.text, int(outcome.noticed), outcome.how, f"{seconds:.1f}"))
+        print(f"{'noticed' if outcome.noticed else 'SURVIVED'} {outcome.how}: {site.line} {site.text}", flush=True)
+        start = time.process_time()
+    print(report)
+    if args.out is not None:
+        fresh = not args.out.exists()
+        with args.out.open("a", newline="") as file:
+            csv.writer(file).writerows([COLUMNS] * fresh + rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

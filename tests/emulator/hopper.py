@@ -1,0 +1,87 @@
+"""The Hopper forward through the front door, emulated: under which schedules, how often, and what a run reports."""
+
+import contextlib
+import datetime
+import os
+import time
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+import cute_flash
+from cute_flash.runtime import compiler
+from cute_flash.spec import settings
+from cute_flash.spec.splits import SplitRule
+
+from ..cases import Inputs
+
+ARCH = "sm_90a"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    mode: str  # when asynchronous operations take effect
+    scheduler: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.mode}-{self.scheduler}-{self.seed}"
+
+    @property
+    def knobs(self) -> dict:
+        return {"mode": self.mode, "scheduler": self.scheduler, "seed": self.seed}
+
+
+SCHEDULES = tuple(
+    Schedule(mode, scheduler, seed)
+    for seed, scheduler in ((1, "random"), (2, "random"), (3, "priority"))
+    for mode in ("eager", "late", "random")
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    kernels: tuple[str, ...]  # names, in launch order
+    steps: int  # warp instructions of all launches
+    seconds: float  # of this processor, without compiling
+
+
+def turn() -> int:
+    """Whose turn it is in a rotation: CUTE_FLASH_TEST_TURN, else the day."""
+    chosen = os.environ.get("CUTE_FLASH_TEST_TURN", "")
+    return int(chosen) if chosen else datetime.datetime.now(datetime.timezone.utc).date().toordinal()
+
+
+class _CompileClock:
+    """Processor time that compiling takes."""
+
+    def __init__(self) -> None:
+        self.seconds, self.build = 0.0, compiler.build
+
+    def __call__(self, *args):
+        start = time.process_time()
+        try:
+            return self.build(*args)
+        finally:
+            self.seconds += time.process_time() - start
+
+
+def attend(inputs: Inputs, causal: bool, splits: int | None, return_lse: bool = True, **knobs) -> Answer:
+    """attention() of CPU tensors on the Hopper kernel; `splits` overrules the front door's own count."""
+    clock = _CompileClock()
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(mock.patch.object(compiler, "build", clock))
+        if splits is not None:
+            enter(mock.patch.object(SplitRule, "count", lambda *_: splits))
+        enter(settings.override(cache_dir=None, backend=None, strict=False))
+        emulation = enter(cute_flash.emulate(ARCH, **knobs))
+        start = time.process_time()
+        result = cute_flash.attention(*inputs.qkv, causal=causal, return_lse=return_lse, backend="sm90")
+        seconds = time.process_time() - start - clock.seconds
+        launches = list(emulation.launches)
+    out, lse = result if return_lse else (result, None)
+    return Answer(out, lse, tuple(x["kernel"] for x in launches), sum(x["steps"] for x in launches), seconds)

@@ -1,0 +1,135 @@
+"""Our Hopper forward, emulated, against float64: tile edges, masks, groups, lengths, head dims, splits, hard values.
+
+Every run: each case under one schedule, rotating by day. scripts/test --all: each case under all of them;
+with --emulator-csv perf/results/emulator_hopper_forward.csv, one row a run.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+
+from .. import oracle
+from ..cases import Case, make_inputs
+from ..runner import Runner
+from .hopper import SCHEDULES, Schedule, attend, turn
+
+
+@dataclass(frozen=True)
+class Cell:
+    case: Case
+    splits: int | None = 1  # CTAs that share a query tile; None = as the front door decides for 132 SMs
+
+    def __str__(self) -> str:
+        return f"{self.case}-{'ruled' if self.splits is None else f'splits{self.splits}'}"
+
+
+def cell(dims, lengths, heads=(1, 1), splits: int | None = 1, batch=1, **fields) -> Cell:
+    dims = dims if isinstance(dims, tuple) else (dims, dims)
+    return Cell(Case(batch, *lengths, *heads, *dims, **fields), splits)
+
+
+# Neighbours share a kernel: a process compiles each once. Tiles: 192 x 128 at 64, 128 x 128 at 96 causal, 128 and
+# (192, 128), 192 x 112 at 96 full, 128 x 112 at 192, 128 x 80 at 256.
+FULL = (
+    cell(64, (1, 1), batch=2),
+    cell(64, (63, 65)),
+    cell(64, (191, 193)),
+    cell(64, (193, 127)),
+    cell(64, (64, 513)),  # five key tiles through a ring of two
+    cell(40, (129, 64), heads=(4, 1)),
+    cell(33, (65, 129)),
+    cell(64, (65, 191), heads=(2, 1), layout="heads_first", values="outliers"),
+    cell(96, (64, 127), heads=(2, 2)),
+    cell(80, (193, 129)),
+    cell(128, (63, 64)),
+    cell(128, (129, 257)),
+    cell(128, (1, 1), heads=(7, 1)),
+    cell(128, (65, 160), values="very_negative"),
+    cell(128, (64, 300), values="huge_score"),
+    cell(128, (63, 193), values="constant"),
+    cell(192, (65, 113)),
+    cell((192, 128), (64, 129)),
+    cell(256, (63, 81)),
+    cell(256, (64, 241), values="falling"),  # tiles are visited from the last: maxima rise at each
+    cell(64, (65, 129), dtype="float16"),
+)
+CAUSAL = (
+    cell(64, (129, 129)),
+    cell(64, (193, 193)),
+    cell(64, (65, 1)),  # 64 rows see no key
+    cell(64, (64, 192)),  # the first tile visited is masked whole, for most rows
+    cell(40, (127, 65), heads=(7, 1)),
+    cell(96, (127, 193)),
+    cell(72, (63, 129), heads=(2, 1)),
+    cell(128, (127, 127)),
+    cell(128, (128, 192)),
+    cell(128, (193, 64), heads=(2, 1), batch=2),  # a query tile that sees no key at all
+    cell(128, (64, 385), values="falling"),
+    cell(128, (191, 191), values="rising"),
+    cell(128, (65, 65), heads=(4, 1)),
+    cell(128, (129, 129), values="very_negative"),
+    cell(192, (129, 129)),
+    cell((192, 128), (127, 193)),
+    cell(256, (129, 65)),
+    cell(256, (65, 193)),
+    cell(128, (127, 129), dtype="float16"),
+)
+SPLIT = (
+    cell(64, (1, 300), heads=(7, 1), splits=None, causal=True),  # one row a head: the group becomes rows of a tile
+    cell(64, (65, 257), splits=2),
+    cell(128, (64, 385), splits=None),
+    cell(128, (1, 193), heads=(8, 2), splits=None),
+    cell(128, (65, 129), splits=3, values="very_negative"),  # more CTAs than key tiles
+    cell(256, (63, 161), splits=2, values="falling"),
+)
+SPLIT_CAUSAL = (
+    cell(128, (129, 300), splits=None),
+    cell(128, (129, 257), splits=3),  # query tiles of 2 and 3 key tiles
+    cell((192, 128), (65, 193), splits=2),
+    cell(64, (193, 65), splits=2),
+)
+
+
+def causal(cells):
+    return tuple(Cell(Case(**{**vars(each.case), "causal": True}), each.splits) for each in cells)
+
+
+CELLS = FULL + causal(CAUSAL) + SPLIT + causal(SPLIT_CAUSAL)
+
+
+def schedules():
+    """Every cell under every schedule; those whose turn it is not are slow."""
+    for index, each in enumerate(CELLS):
+        for number, schedule in enumerate(SCHEDULES):
+            due = (index + turn()) % len(SCHEDULES) == number
+            yield pytest.param(each, schedule, id=f"{each}-{schedule}", marks=[] if due else [pytest.mark.slow])
+
+
+def test_at_least_thirty_shapes():
+    assert len({(each.case, each.splits) for each in CELLS}) == len(CELLS) >= 30
+
+
+@pytest.mark.parametrize("each, schedule", schedules())
+def test_right_under_every_schedule(each: Cell, schedule: Schedule, poisoned_empty, record_property):
+    case, inputs = each.case, make_inputs(each.case)
+    answer = attend(inputs, case.causal, each.splits, strict_exit=True, **schedule.knobs)
+    exact = oracle.forward(*inputs.qkv, causal=case.causal)
+    error, lse_error = oracle.relative_error(answer.out, exact.out), oracle.lse_excess(answer.lse, exact.lse)
+    row = (str(each), schedule.mode, schedule.scheduler, schedule.seed, error, lse_error, answer.steps, answer.seconds)
+    record_property("emulated", row)
+    assert len(answer.kernels) == (2 if expects_split(each) else 1), answer.kernels
+    Runner(inputs.q.device, case.torch_dtype).check(*inputs.qkv, result=(answer.out, answer.lse), causal=case.causal)
+
+
+def expects_split(each: Cell) -> bool:
+    """The combine is a launch of its own."""
+    return each.splits != 1
+
+
+def test_without_lse(poisoned_empty):
+    """A kernel of its own: what inference calls."""
+    case = Case(1, 65, 129, 2, 1, 64, 64, True)
+    inputs = make_inputs(case)
+    answer = attend(inputs, True, 1, return_lse=False, mode="late", scheduler="random", seed=4)
+    assert answer.lse is None
+    assert oracle.relative_error(answer.out, oracle.forward(*inputs.qkv, causal=True).out) < 4e-3

@@ -1,0 +1,75 @@
+"""The warm call: what it allocates, what it leaves out, and that it refuses what the first call of a kind refuses."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cute_flash import attention
+from cute_flash.spec.problem import Problem
+
+from ..fakes import FakeBackend, HostDslBackend
+
+pytestmark = pytest.mark.usefixtures("office")
+
+
+def qkv(requires_grad):
+    shapes = (2, 37, 4, 24), (2, 53, 2, 24), (2, 53, 2, 24)
+    return tuple(torch.randn(shape, dtype=torch.bfloat16).requires_grad_(requires_grad) for shape in shapes)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the torch operations run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_warm_call_allocates_its_outputs_and_makes_no_problem(backends, monkeypatch, strided):
+    backends(FakeBackend("sm90"))
+    q, k, v = qkv(False)
+    if strided:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    needy = q.detach().requires_grad_()
+    calls = [((q, k, v), {}), ((q, k, v), {"return_lse": True}), ((needy, k, v), {"scale": 0.5})]
+    for inputs, options in calls:
+        attention(*inputs, **options)
+    monkeypatch.setattr(Problem, "__init__", None)
+    for (inputs, options), count in zip(calls, (1, 2, 2), strict=True):
+        with Operations() as operations:
+            attention(*inputs, **options)
+        assert [name for name in operations.names if name not in ("detach", "alias")] == ["new_empty"] * count
+
+
+@pytest.mark.parametrize("kernel", ["checks nothing", "checks its operands"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_warm_call_refuses_what_a_cold_one_refuses(backends, kernel, grad):
+    if kernel == "checks its operands":
+        pytest.importorskip("cutlass")
+        backends(HostDslBackend())
+    else:
+        backends(FakeBackend("sm90"))
+    q, k, v = qkv(grad)
+    attention(q, k, v)
+    meta = torch.empty(k.shape, dtype=k.dtype, device="meta")
+    for wrong in ((q, k.half(), v), (q, k, v.float()), (q.half(), k, v)):
+        with pytest.raises(TypeError, match="q, k and v must have one dtype, got q torch"):
+            attention(*wrong)
+    for wrong in ((q, meta, v), (q, k, meta), (meta, k, v)):
+        with pytest.raises(ValueError, match="q, k and v must be on one device, got q "):
+            attention(*wrong)
+    shapes = {
+        "one batch size": (q, k[:1], v[:1]), "one seqlen": (q, k, v[:, 1:]), "one head count": (q, k, v[:, :, :1]),
+        "one head_dim": (q, k[..., 1:], v), "a multiple of": (q[:, :, :3], k, v),
+    }  # fmt: skip
+    for rule, wrong in shapes.items():
+        with pytest.raises(ValueError, match=rule):
+            attention(*wrong)
+    with pytest.raises(TypeError, match="k must be a torch"):
+        attention(q, k.detach().float().numpy(), v)
+    attention(q, k, v)
