@@ -57,7 +57,7 @@ def exp2_polynomial(x: tuple[Float32, Float32], degree: int) -> tuple[Float32, F
 
 
 def fresh(x: Int32) -> Int32:
-    """x, but the compiler cannot know: what is computed from it in a loop is not moved out, to hold a register there."""
+    """x, but the compiler cannot know: what a loop computes from it is not moved out, to hold a register there."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 

@@ -1,4 +1,4 @@
-"""The Hopper forward through the front door, emulated: under which schedules, how often, and what a run reports."""
+"""Our forward kernels through the front door, emulated: which schedules, how often, and what a run reports."""
 
 import contextlib
 import datetime
@@ -47,6 +47,7 @@ class Answer:
     kernels: tuple[str, ...]  # names, in launch order
     steps: int  # warp instructions of all launches
     seconds: float  # of this processor, without compiling
+    tmem_written: int  # bytes that threads stored to tensor memory
 
 
 def turn() -> int:
@@ -69,8 +70,17 @@ class _CompileClock:
             self.seconds += time.process_time() - start
 
 
-def attend(inputs: Inputs, causal: bool, splits: int | None, return_lse: bool = True, **knobs) -> Answer:
-    """attention() of CPU tensors on the Hopper kernel; `splits` overrules the front door's own count."""
+def attend(
+    inputs: Inputs,
+    causal: bool,
+    splits: int | None,
+    return_lse: bool = True,
+    *,
+    arch: str = ARCH,
+    backend: str = "sm90",
+    **knobs,
+) -> Answer:
+    """attention() of CPU tensors on one backend's kernel; `splits` overrules the front door's own count."""
     clock = _CompileClock()
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
@@ -78,10 +88,11 @@ def attend(inputs: Inputs, causal: bool, splits: int | None, return_lse: bool = 
         if splits is not None:
             enter(mock.patch.object(SplitRule, "count", lambda *_: splits))
         enter(settings.override(cache_dir=None, backend=None, strict=False))
-        emulation = enter(cute_flash.emulate(ARCH, **knobs))
+        emulation = enter(cute_flash.emulate(arch, **knobs))
         start = time.process_time()
-        result = cute_flash.attention(*inputs.qkv, causal=causal, return_lse=return_lse, backend="sm90")
+        result = cute_flash.attention(*inputs.qkv, causal=causal, return_lse=return_lse, backend=backend)
         seconds = time.process_time() - start - clock.seconds
         launches = list(emulation.launches)
     out, lse = result if return_lse else (result, None)
-    return Answer(out, lse, tuple(x["kernel"] for x in launches), sum(x["steps"] for x in launches), seconds)
+    names, steps = tuple(x["kernel"] for x in launches), sum(x["steps"] for x in launches)
+    return Answer(out, lse, names, steps, seconds, sum(x["counters"].tmem_written for x in launches))
