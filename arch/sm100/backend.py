@@ -33,7 +33,8 @@ class Sm100Backend:
             head_dim_v=tiles.width(problem.head_dim_v),
             mask=problem.mask,
             lse=problem.lse,
-            tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v, problem.mask.causal, problem.device.sm_count),
+            tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v),
+            ctas=0 if problem.mask.causal else problem.device.sm_count,
         )
 
     def split(self, plan: Plan) -> Plan | None:

@@ -18,8 +18,8 @@ from cute_flash.spec.plan import Plan
 
 from ..common.blocks import KeyTiles, key_tiles
 from ..common.numeric import LOG2_E, fresh
-from ..common.order import WorkTile, head_by_head, longest_first, tile_count
-from ..common.rowstate import inverse_total, make_row_state
+from ..common.order import Rounds, WorkTile, head_by_head, longest_first, rounds_of, tile_count
+from ..common.rowstate import inverse_total, make_row_state, reset
 from .correction import CorrectionContext, CorrectionState, correct_pair, correct_single, receive_factor
 from .epilogue import OutputRoom, await_stores, output_to_smem, store_lse, store_output
 from .load import LoadContext, TmaSource, load_tile, tile_copy
@@ -66,6 +66,7 @@ class ForwardSm100:
 
     def __init__(self, plan: Plan, dtype: type):
         self.tile = plan.tile
+        self.max_ctas = plan.ctas
         self.shape = ForwardShape(plan.tile, plan.head_dim, plan.head_dim_v)
         self.causal = plan.mask.causal
         self.dtype = dtype
@@ -107,27 +108,29 @@ class ForwardSm100:
             o=TmaSource(*cpasync.make_tiled_tma_atom(store, view(o, rows), o_stage, o_box)),
         )
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
-        ctas = tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
-        if cutlass.const_expr(self.tile.ctas > 0):
-            ctas = cutlass.min(ctas, self.tile.ctas)
+        tiles = self._count(sizes)
         self.kernel(sources, lse, scale * LOG2_E, sizes, layouts).launch(
-            grid=(ctas, 1, 1),
+            grid=(cutlass.min(tiles, self.max_ctas) if cutlass.const_expr(self.max_ctas > 0) else tiles, 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,  # tells ptxas the register count at entry; without it setmaxnreg is ignored
             stream=stream,
         )
 
-    @cute.jit
-    def _turns(self, sizes: Sizes) -> Int32:
-        """Work tiles of this CTA: its own index, then every grid-th after it."""
-        if cutlass.const_expr(self.tile.ctas == 0):
-            return Int32(1)
-        count = tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
-        return cute.ceil_div(count - cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
+    def _count(self, sizes: Sizes) -> Int32:
+        return tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
 
-    @cute.jit
-    def _work_of_turn(self, turn: Int32, sizes: Sizes) -> WorkTile:
-        index = cute.arch.block_idx()[0] + turn * cute.arch.grid_dim()[0]
+    def _rounds(self, sizes: Sizes) -> Rounds:
+        """Work tiles of this CTA.
+
+        Under a full mask all cost the same, and persistent CTAs hide the end of one behind the next. Causal ones
+        differ: a CTA each, longest first, lets the hardware level them.
+        """
+        if self.max_ctas > 0:
+            return rounds_of(self._count(sizes))
+        return Rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], 1)
+
+    def _work_of(self, rounds: Rounds, turn: Int32, sizes: Sizes) -> WorkTile:
+        index = rounds.unit(turn) if self.max_ctas > 0 else rounds.block
         return self._work(index, Sizes(*(fresh(size) for size in sizes)))
 
     @cute.jit
@@ -201,8 +204,9 @@ class ForwardSm100:
     def load(self, sources: Sources, room: Room, sizes: Sizes):
         shape, ring, phase = self.shape, ring_start(), Int32(0)
         qk, pv = self.mmas.qk().get_slice(0), self.mmas.pv().get_slice(0)
-        for turn in cutlass.range(self._turns(sizes), unroll=1):
-            work = self._work_of_turn(turn, sizes)
+        rounds = self._rounds(sizes)
+        for turn in cutlass.range(rounds.count, unroll=1):
+            work = self._work_of(rounds, turn, sizes)
             head_kv = work.head // (sizes.heads_q // sizes.heads_kv)
             q = sources.q.tensor[None, None, work.head, work.batch]
             k = sources.k.tensor[None, None, head_kv, work.batch]
@@ -224,8 +228,9 @@ class ForwardSm100:
     def multiply(self, room: Room, sizes: Sizes):
         context = MmaContext(room.bars, make_fragments(self.mmas, (room.q, room.k, room.v), room.tmem))
         state = MmaState(ring_start(), Int32(0), (Int32(0), Int32(0)))
-        for turn in cutlass.range(self._turns(sizes), unroll=1):
-            steps, skip = self._steps(self._work_of_turn(turn, sizes), sizes)
+        rounds = self._rounds(sizes)
+        for turn in cutlass.range(rounds.count, unroll=1):
+            steps, skip = self._steps(self._work_of(rounds, turn, sizes), sizes)
             if cutlass.const_expr(self.shape.query_tiles == 2):
                 state = multiply_pair(context, self.mmas, steps, skip, state)
             else:
@@ -236,23 +241,26 @@ class ForwardSm100:
         query_tile = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_GROUP
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         slots = SoftmaxSlots(query_tile, query_tile, Int32(0), Int32(0))
-        for turn in cutlass.range(self._turns(sizes), unroll=1):
-            work = self._work_of_turn(turn, sizes)
+        state = make_row_state(1)
+        rounds = self._rounds(sizes)
+        for turn in cutlass.range(rounds.count, unroll=1):
+            work = self._work_of(rounds, turn, sizes)
             context = SoftmaxContext(
                 bars=room.bars,
                 tmem=room.tmem,
                 tile=query_tile,
-                state=make_row_state(1),
+                state=state,
                 factors=room.factors[None, query_tile],
                 scale_log2=scale_log2,
                 thread=thread,
             )
+            reset(state)
             row = (work.m_block * self.shape.query_tiles + query_tile) * ROWS + thread
             slots = self.attend(context, self._tiles(work, query_tile, sizes), row, slots, sizes)
-            send_factor(context, slots.factor_phase, inverse_total(context.state.total[0]))
+            send_factor(context, slots.factor_phase, inverse_total(state.total[0]))
             slots = SoftmaxSlots(slots.first, slots.s, slots.s_phase, slots.factor_phase ^ 1)
             if cutlass.const_expr(lse is not None):
-                store_lse(lse, context.state, work, row, scale_log2)
+                store_lse(lse, state, work, row, scale_log2)
 
     @cute.jit
     def attend(
@@ -274,8 +282,9 @@ class ForwardSm100:
         warp = cute.arch.make_warp_uniform(thread // 32)
         context = CorrectionContext(room.bars, room.tmem, room.factors, thread)
         state = CorrectionState((Int32(0), Int32(0)), Int32(0), ring_start())
-        for turn in cutlass.range(self._turns(sizes), unroll=1):
-            work = self._work_of_turn(turn, sizes)
+        rounds = self._rounds(sizes)
+        for turn in cutlass.range(rounds.count, unroll=1):
+            work = self._work_of(rounds, turn, sizes)
             steps, skip = self._steps(work, sizes)
             if cutlass.const_expr(self.shape.query_tiles == 2):
                 state = correct_pair(context, self.shape, steps, skip, state)

@@ -76,16 +76,12 @@ def slots(tile_m: int, width_qk: int, width_v: int) -> int:
     return min(8, _slots_beside(tile_m, row, width_qk, width_v))
 
 
-def forward_tile(head_dim: int, head_dim_v: int, causal: bool, sm_count: int) -> Tile:
-    """Two query tiles where tensor memory holds them, else one.
-
-    Under a full mask all work tiles cost the same, and persistent CTAs hide the end of one behind the next. Causal ones
-    differ: a CTA each, longest first, lets the hardware level them.
-    """
+def forward_tile(head_dim: int, head_dim_v: int) -> Tile:
+    """Two query tiles where tensor memory holds them, else one."""
     width_qk, width_v = width(head_dim), width(head_dim_v)
     for query_tiles in (2, 1):
         tile_m = query_tiles * ROWS
         stages = slots(tile_m, width_qk, width_v)
         if tmem_columns(query_tiles, width_v) <= TMEM_COLUMNS and stages >= chunks(width_qk, width_v):
-            return Tile(tile_m, KEYS, stages=stages, ctas=0 if causal else sm_count)
+            return Tile(tile_m, KEYS, stages=stages)
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")

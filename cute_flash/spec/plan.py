@@ -11,7 +11,6 @@ class Tile:
     tile_n: int  # keys of one step
     stages: int = 2  # K/V ring slots (Triton: num_stages)
     warps: int = 0  # MMA warps; 0 = follows from tile_m
-    ctas: int = 0  # persistent CTAs, each takes every ctas-th work tile; 0 = a CTA per work tile
 
     def __str__(self) -> str:
         return f"{self.tile_m}x{self.tile_n} stages={self.stages}"
