@@ -26,7 +26,7 @@ EXP2_POLYNOMIALS = {
 # nearly double the error of bfloat16, degree 3 adds 1/26 of it; float16 takes degree 4, 1/91 (degree 3: 1/3).
 EXP2_DEGREE = {"bfloat16": 3, "float16": 4}
 ROUNDER = 1.5 * 2.0**23  # adding it to |x| < 2^22 leaves no bits below the integer; its own low nine bits are zero
-EXP2_FLOOR = -127.0  # below, the exponent field would wrap
+EXP2_FLOOR = -126.0  # below, the exponent field would wrap: a polynomial may start a little under 1
 
 
 def _bits(x: Float32) -> Int32:

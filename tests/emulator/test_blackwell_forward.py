@@ -123,13 +123,14 @@ def test_without_lse(poisoned_empty):
 
 
 def rescaled_share(each: Case) -> float:
-    """Of the warps' chances to rescale O, how many were taken: told by what they stored to tensor memory."""
+    """Of the warps' chances to rescale O, how many were taken: told by what was stored to tensor memory."""
     answer = check(each, Schedule("eager", "round_robin", 0))
     steps = -(-each.seqlen_k // 128)
     warps = 4 * 2 * -(-each.seqlen_q // 256) * each.batch * each.heads_q
-    p_bytes = 32 * 64 * 4  # of one warp and step
-    o_bytes = 32 * each.head_dim_v * 4
-    return (answer.tmem_written - warps * steps * p_bytes) / (warps * (steps - 1) * o_bytes)
+    row = 32 * 4  # bytes of one column of a warp's rows
+    products = (each.head_dim // 16) * 128 + 8 * each.head_dim_v  # accumulator columns that matrix products write
+    always = warps * steps * row * (64 + products)  # 64: P
+    return (answer.tmem_written - always) / (warps * (steps - 1) * row * each.head_dim_v)
 
 
 def test_most_rescales_are_skipped_on_normal_inputs():
