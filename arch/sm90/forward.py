@@ -91,7 +91,7 @@ class ForwardSm90:
         self.schedule = forward_schedule(plan.tile, plan.head_dim_v)
         self.mmas = ForwardMmas(plan.tile, plan.head_dim_v, dtype)
         self.max_ctas = plan.ctas
-        self.persistent_keys = persistent_keys(plan.head_dim_v, str(plan.mask))
+        self.persistent_keys = persistent_keys(plan.head_dim, plan.head_dim_v, str(plan.mask))
         self.o_apart = o_apart(plan.tile, plan.head_dim, plan.head_dim_v)
         self.output_shape = OutputShape(plan.head_dim_v, self.schedule.mma_threads, self.o_apart)
 

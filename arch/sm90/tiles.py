@@ -39,15 +39,20 @@ FORWARD = {
 EVERY_LENGTH = 2**31 - 1
 
 
-def persistent_keys(width_v: int, mask: str) -> int:
+def persistent_keys(width_qk: int, width_v: int, mask: str) -> int:
     """seqlen_k up to which CTAs stay and take tile after tile; beyond, a CTA a tile, which balances unequal tiles.
 
-    NVIDIA H200, 2026-11-30, TFLOP/s persistent / one CTA a tile: full d=64, 128, 256 at S=512 340/303, 474/427, 486/472, at
-    16384 543/540, 720/724, 731/728; causal d=128 at S=1024 414/394, at 4096 576/633; d=256 at 1024 374/444.
+    NVIDIA H200, 2026-11-30, TFLOP/s persistent / one CTA a tile. Full: d=64 S=512 340/303, 16k 543/540; d=128 474/427,
+    720/724; d=256 486/472, 731/728. Causal: d=64 S=4096 471/447, 8192 523/524; d=96 519/507, 563/554; d=128 S=1024
+    379/376, 2048 459/504; (192,128) S=2048 515/496, 4096 544/633; d=256 S=512 247/265.
     """
     if mask != "causal":
         return EVERY_LENGTH
-    return 1024 if width_v <= 128 else 0
+    if width_v > 128:
+        return 0
+    if max(width_qk, width_v) <= 96:
+        return 4096
+    return 1024 if width_qk <= 128 else 2048
 
 
 def width(head_dim: int) -> int:

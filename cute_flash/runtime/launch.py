@@ -209,18 +209,44 @@ def group_rows(decision: Decision, forced: str | None, device: torch.device) -> 
     return GroupRows(decision, forced, device) if worth else None
 
 
+def outputs_of(site: Site, tiled_v: int, has_lse: bool) -> Callable[[torch.Tensor, int, int], Outputs]:
+    """(q, batch, seqlen_q) -> (out, lse), contiguous and not yet written.
+
+    On CUDA through the allocation that Inductor's generated code uses, half the cost of new_empty (which with its sizes
+    spelled out takes half of torch.empty's). It allocates on the current device, so another one goes the public way.
+    """
+    dtype, lse_dtype, heads_q = site.dtype, site.lse_dtype, site.heads_q
+
+    def public(q: torch.Tensor, batch: int, seqlen_q: int) -> Outputs:
+        out = q.new_empty(batch, seqlen_q, heads_q, tiled_v)
+        return out, q.new_empty(batch, heads_q, seqlen_q, dtype=lse_dtype) if has_lse else None
+
+    quick: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if site.device.type != "cuda" or quick is None:
+        return public
+    index, current, row = site.device.index, torch._C._cuda_getDevice, heads_q * tiled_v
+
+    def on_current(q: torch.Tensor, batch: int, seqlen_q: int) -> Outputs:
+        if current() != index:
+            return public(q, batch, seqlen_q)
+        out = quick((batch, seqlen_q, heads_q, tiled_v), (seqlen_q * row, row, tiled_v, 1), dtype)
+        if not has_lse:
+            return out, None
+        return out, quick((batch, heads_q, seqlen_q), (heads_q * seqlen_q, seqlen_q, 1), lse_dtype)
+
+    return on_current
+
+
 def bind_forward(
     kernel: Kernel, site: Site, has_lse: bool, splitter: Splitter, rows: GroupRows | None = None
 ) -> Forward:
     """(q, k, v, scale, batch, seqlen_q) -> (out, lse). batch and seqlen_q are passed because the caller has them."""
     run = bind_run(kernel, site.alignment, splitter)
-    lse_dtype, heads_q = site.lse_dtype, site.heads_q
     tiled_v = _round_up(site.head_dim_v, site.unit)
+    allocate = outputs_of(site, tiled_v, has_lse)
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int) -> Outputs:
-        # new_empty with the sizes spelled out: 1.1 us, where torch.empty with a tuple of sizes takes 2.1
-        out = q.new_empty(batch, seqlen_q, heads_q, tiled_v)
-        lse = q.new_empty(batch, heads_q, seqlen_q, dtype=lse_dtype) if has_lse else None
+        out, lse = allocate(q, batch, seqlen_q)
         if seqlen_q == 1 and rows is not None:
             rows.run(batch, (q, k, v, out, lse, scale))
         else:

@@ -11,12 +11,15 @@ import torch
 
 import cute_flash
 from cute_flash.runtime import compiler
+from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
 from cute_flash.spec.splits import SplitRule
 
 from ..cases import Inputs
 
 ARCH = "sm_90a"
+BACKENDS = {"sm_90a": "sm90", "sm_100a": "sm100"}
+SMS = 132
 
 
 @dataclass(frozen=True)
@@ -77,20 +80,24 @@ def attend(
     return_lse: bool = True,
     *,
     arch: str = ARCH,
-    backend: str = "sm90",
+    sms: int = SMS,
     **knobs,
 ) -> Answer:
-    """attention() of CPU tensors on one backend's kernel; `splits` overrules the front door's own count."""
+    """attention() of CPU tensors on the own kernel of a GPU with `sms` SMs.
+
+    `splits` overrules the front door's own count.
+    """
     clock = _CompileClock()
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(mock.patch.object(compiler, "build", clock))
         if splits is not None:
             enter(mock.patch.object(SplitRule, "count", lambda *_: splits))
+        enter(mock.patch.dict(device_facts._SM_COUNTS, {device_facts.ARCHES[arch]: sms}))
         enter(settings.override(cache_dir=None, backend=None, strict=False))
         emulation = enter(cute_flash.emulate(arch, **knobs))
         start = time.process_time()
-        result = cute_flash.attention(*inputs.qkv, causal=causal, return_lse=return_lse, backend=backend)
+        result = cute_flash.attention(*inputs.qkv, causal=causal, return_lse=return_lse, backend=BACKENDS[arch])
         seconds = time.process_time() - start - clock.seconds
         launches = list(emulation.launches)
     out, lse = result if return_lse else (result, None)

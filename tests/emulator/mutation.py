@@ -1,6 +1,6 @@
 """Mutation score of forward kernels: `python -m tests.emulator.mutation ours|fa4 sm_90a|sm_100a [causal]`, d = 128.
 
-Drops each synchronisation of the kernel in turn and runs it on a problem that wraps every ring and rescales on every tile.
+Drops each synchronisation of the kernel in turn; the problem wraps every ring and rescales on every tile.
 """
 
 from __future__ import annotations

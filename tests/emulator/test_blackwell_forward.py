@@ -3,18 +3,14 @@
 Every run: each case under one schedule, rotating by day. scripts/test --all: each case under all of them.
 """
 
-from unittest import mock
-
 import pytest
-
-from cute_flash.spec import device as device_facts
 
 from .. import oracle
 from ..cases import Case, make_inputs
 from ..runner import Runner
 from .hopper import SCHEDULES, Schedule, attend, turn
 
-ON_BLACKWELL = {"arch": "sm_100a", "backend": "sm100"}
+ON_BLACKWELL = {"arch": "sm_100a"}
 
 
 def case(dims, lengths, heads=(1, 1), batch=1, causal=False, **fields) -> Case:
@@ -108,8 +104,7 @@ def test_right_under_every_schedule(each: Case, schedule: Schedule, poisoned_emp
 def test_persistent_ctas_take_several_tiles(dims, poisoned_empty):
     """Two multiprocessors, three work tiles or more: barriers, ring and tensor memory carry over. At (192, 128) and 256
     O takes Q's room."""
-    with mock.patch.dict(device_facts._SM_COUNTS, {(10, 0): 2}):
-        check(case(dims, (200, 260), heads=(3, 1)), Schedule("late", "random", 5))
+    check(case(dims, (200, 260), heads=(3, 1)), Schedule("late", "random", 5), sms=2)
 
 
 def test_without_lse(poisoned_empty):

@@ -26,6 +26,7 @@ MBARRIER = (
     add.u32 %r23, %r20, 2048;
     setp.eq.u32 %p1, %r0, 0;
     @%p1 mbarrier.init.shared.b64 [%r23], 1;
+    fence.mbarrier_init.release.cluster;
     bar.sync 0;
 """
 )
