@@ -24,8 +24,8 @@ def plan(head_dims: tuple[int, int], causal: bool, dtype: str = "bfloat16", lse:
     return BACKEND.plan(Problem(FORWARD, HOPPER, dtype, *head_dims, heads_q=8, heads_kv=2, mask=mask, lse=lse))
 
 
-def compile_and_report(chosen: Plan, capfd, record_property) -> None:
-    BACKEND.build(chosen, "remarks{ptx}")
+def compile_and_report(backend, chosen: Plan, capfd, record_property) -> None:
+    backend.build(chosen, "remarks{ptx}")
     captured = capfd.readouterr()
     text = re.sub(r"\x1b\[[0-9;]*m", "", captured.out + captured.err)
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", text)]
@@ -42,13 +42,13 @@ EVERY = [plan(*each) for each in itertools.product(PAIRS, (False, True), ("bfloa
 
 @pytest.mark.parametrize("chosen", [*COMMON, BACKEND.split(COMMON[0])], ids=str)
 def test_common_plans_compile_without_spills(chosen, capfd, record_property):
-    compile_and_report(chosen, capfd, record_property)
+    compile_and_report(BACKEND, chosen, capfd, record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", [*EVERY, *(BACKEND.split(each) for each in EVERY)], ids=str)
 def test_every_plan_compiles_without_spills(chosen, capfd, record_property):
-    compile_and_report(chosen, capfd, record_property)
+    compile_and_report(BACKEND, chosen, capfd, record_property)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257))
