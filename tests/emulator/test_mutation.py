@@ -24,13 +24,7 @@ def test_dropped_synchronisation_is_noticed():
     outcomes = list(mutate.judge(subject, CHEAP))
     survivors = Counter(outcome.site.kind for outcome in outcomes if not outcome.noticed)
     assert survivors == {"wgmma fence": 1}  # of P V, right behind the one of Q K^T: see docs/mutation.md
-    assert Counter(outcome.site.kind for outcome in outcomes) == {
-        "mbarrier init fence": 1,
-        "wgmma fence": 4,
-        "wgmma wait": 4,
-        "proxy fence": 1,
-        "bulk wait": 1,
-    }
+    assert {outcome.site.kind for outcome in outcomes} == set(CHEAP)
 
 
 def test_a_kernel_that_is_wrong_already_is_not_scored():
