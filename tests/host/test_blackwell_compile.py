@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
-
 from cute_flash.arch.sm100 import tiles
 from cute_flash.arch.sm100.backend import BACKEND
 from cute_flash.arch.sm100.schedule import BUDGETS, ROWS, WARPGROUP
+
 from cute_flash.spec.device import imagined
 from cute_flash.spec.mask import CAUSAL, FULL
 from cute_flash.spec.plan import Plan
@@ -16,7 +16,7 @@ from .test_hopper_compile import REGISTER_FILE, compile_and_report
 
 PAIRS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (64, 128), (192, 192), (256, 256), (64, 256), (256, 64)]
 # One word: the address of shared memory, stored at entry and read again by each role; uniform registers run out.
-ONE_WORD_SPILLED = "a single query tile under a full mask spills the address of shared memory"
+ONE_WORD_SPILLED = "a single query tile spills the address of shared memory"
 
 
 def plan(head_dims, causal: bool, capability=(10, 0), dtype: str = "bfloat16", lse: bool = True) -> Plan:
