@@ -15,8 +15,8 @@ from cute_flash.spec.problem import FORWARD, Problem
 from .test_hopper_compile import REGISTER_FILE, compile_and_report
 
 PAIRS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (64, 128), (192, 192), (256, 256), (64, 256), (256, 64)]
-# A single query tile stores the address of shared memory at entry and reads it again in each role: uniform registers run
-# out. At (256, 64) a handful of words spill in the MMA and load warps.
+# A single query tile stores the address of shared memory at entry and reads it again in each role: uniform registers
+# run out. At (256, 64) a handful of words spill in the MMA and load warps.
 SPILLS = {(192, 192), (256, 256), (64, 256), (256, 64)}
 
 
