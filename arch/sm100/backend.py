@@ -35,7 +35,9 @@ class Sm100Backend:
             mask=problem.mask,
             lse=problem.lse,
             tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v),
-            ctas=0 if problem.mask.causal else problem.device.sm_count,
+            ctas=problem.device.sm_count
+            if tiles.persistent(problem.head_dim, problem.head_dim_v, str(problem.mask))
+            else 0,
         )
 
     def split(self, plan: Plan) -> Plan | None:

@@ -26,7 +26,7 @@ from .load import LoadContext, TmaSource, load_tile, tile_copy
 from .mask import visible_keys
 from .memory import ForwardLayouts, ForwardShape, forward_layouts, forward_storage
 from .mma import ForwardMmas, MmaContext, MmaState, make_fragments, multiply_pair, multiply_single
-from .pipeline import O_STORED, after_wait, arrive_warp, barrier_count, before_arrive, open_barriers, ring_start
+from .pipeline import O_STORED, after_wait, barrier_count, before_arrive, open_barriers, ring_start
 from .schedule import ROWS, WARPGROUP, WARPS_PER_GROUP, forward_schedule
 from .softmax import SoftmaxContext, SoftmaxPlan, SoftmaxSlots, send_factor, softmax_step
 from .tiles import TMEM_COLUMNS, emulated_pairs
@@ -68,9 +68,11 @@ class ForwardSm100:
         self.tile = plan.tile
         self.max_ctas = plan.ctas
         self.shape = ForwardShape(plan.tile, plan.head_dim, plan.head_dim_v)
+        if self.max_ctas and self.shape.shared_output:
+            raise ValueError(f"{plan}: where O takes Q's room, a CTA cannot take a second work tile")
         self.causal = plan.mask.causal
         self.dtype = dtype
-        self.schedule = forward_schedule(plan.tile)
+        self.schedule = forward_schedule(plan.tile, plan.head_dim)
         self.mmas = ForwardMmas(self.shape, dtype)
         self.softmax_plan = SoftmaxPlan(self.shape, dtype, emulated_pairs(plan.arch, plan.head_dim))
 
@@ -120,11 +122,7 @@ class ForwardSm100:
         return tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
 
     def _rounds(self, sizes: Sizes) -> Rounds:
-        """Work tiles of this CTA.
-
-        Under a full mask all cost the same, and persistent CTAs hide the end of one behind the next. Causal ones
-        differ: a CTA each, longest first, lets the hardware level them.
-        """
+        """Work tiles of this CTA."""
         if self.max_ctas > 0:
             return rounds_of(self._count(sizes))
         return Rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], 1)
@@ -309,9 +307,4 @@ class ForwardSm100:
             after_wait()
             output_to_smem(context.tmem, out.smem[None, None, tile], shape, tile, factor, thread)
             store_output(out, work, tile, shape, warp)
-        if cutlass.const_expr(shape.shared_output):
-            await_stores(warp)
-            if warp == 0:
-                for tile in cutlass.range_constexpr(shape.query_tiles):
-                    arrive_warp(bars.q_free + tile)
         return CorrectionState(tuple(factors), state.o_phase ^ 1, state.slot)

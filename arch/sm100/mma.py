@@ -142,7 +142,7 @@ class MmaState(NamedTuple):
 
 
 def _free_queries(context: MmaContext, shape: ForwardShape):
-    """After the last Q K^T of a work tile; where O takes Q's room, the one who stored O says so instead."""
+    """After the last Q K^T of a work tile. Where O takes Q's room no CTA has a second one."""
     if not shape.shared_output:
         for tile in range(shape.query_tiles):
             commit(context.bars.q_free + tile)

@@ -2,8 +2,7 @@
 
 edge          for each    arrivals                                   who waits, for what
 q_full        query tile  load warp + tx bytes                       MMA: Q is there
-q_free        query tile  commit of the last Q K^T; or the thread    load: the room of Q may be filled
-                          that stored O, where O shares the room
+q_free        query tile  commit of the last Q K^T                   load: the room of Q may be filled
 ring_full     slot        load warp + tx bytes                       MMA: a chunk of K or V is there
 ring_free     slot        commit of its last product                 load: the slot may be filled
 s_full        S slot      commit of Q K^T                            softmax: S is there

@@ -35,10 +35,16 @@ class Schedule:
         return WARPGROUP * (self.query_tiles + 2)
 
 
-# softmax, correction, other: 65536 registers are 512 a slot of 128 threads, and setmaxnreg counts in eights
-BUDGETS = {1: (232, 144, 128), 2: (184, 80, 64)}
+# (query tiles, width_qk beyond 128?) -> softmax, correction, other. 65536 registers are 512 a slot of 128 threads, and
+# setmaxnreg counts in eights. Wide K comes in several chunks, whose places in the ring the MMA warp holds.
+BUDGETS = {
+    (1, False): (232, 144, 128),
+    (1, True): (232, 144, 128),
+    (2, False): (184, 80, 64),
+    (2, True): (176, 80, 80),
+}
 
 
-def forward_schedule(tile: Tile) -> Schedule:
+def forward_schedule(tile: Tile, width_qk: int) -> Schedule:
     query_tiles = tile.tile_m // ROWS
-    return Schedule(query_tiles, *BUDGETS[query_tiles])
+    return Schedule(query_tiles, *BUDGETS[query_tiles, width_qk > 128])

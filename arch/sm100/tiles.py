@@ -85,3 +85,11 @@ def forward_tile(head_dim: int, head_dim_v: int) -> Tile:
         if tmem_columns(query_tiles, width_v) <= TMEM_COLUMNS and stages >= chunks(width_qk, width_v):
             return Tile(tile_m, KEYS, stages=stages)
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
+
+
+def persistent(head_dim: int, head_dim_v: int, mask: str) -> bool:
+    """Does a CTA take work tile after work tile? Under a full mask all cost the same, and one ends behind the next's
+    start. Causal ones differ: a CTA each, longest first, lets the hardware level them. Where O takes Q's room the next
+    one could not start early."""
+    tile = forward_tile(head_dim, head_dim_v)
+    return mask == "full" and not shared_output(tile.tile_m, width(head_dim), width(head_dim_v))
