@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
+
 from cute_flash.arch.sm100 import tiles
 from cute_flash.arch.sm100.backend import BACKEND
 from cute_flash.arch.sm100.schedule import BUDGETS, ROWS, WARPGROUP
-
 from cute_flash.spec.device import imagined
 from cute_flash.spec.mask import CAUSAL, FULL
 from cute_flash.spec.plan import Plan

@@ -2,11 +2,11 @@
 
 import warnings
 
-import cute_flash.arch as arch
 import pytest
 import torch
 
 import cute_flash
+import cute_flash.arch as arch
 from cute_flash import FallbackWarning, StrictFallbackError, UnsupportedError, attention, explain
 from cute_flash.runtime import dispatch, toolchain
 from cute_flash.spec import settings

@@ -6,7 +6,6 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cute_flash.arch.common.numeric import EXP2_DEGREE, EXP2_FLOOR, EXP2_POLYNOMIALS, ROUNDER
-
 from scripts import minimax
 
 # rounded up from what python -m scripts.minimax prints

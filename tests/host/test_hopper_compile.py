@@ -4,10 +4,10 @@ import itertools
 import re
 
 import pytest
+
 from cute_flash.arch.sm90.backend import BACKEND
 from cute_flash.arch.sm90.schedule import BUDGETS, WARPGROUP
 from cute_flash.arch.sm90.tiles import SMEM_LIMIT, forward_smem_bytes, forward_tile, o_apart, width
-
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import CAUSAL, FULL
 from cute_flash.spec.plan import Plan
