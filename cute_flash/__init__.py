@@ -1,5 +1,8 @@
 """cute_flash: exact attention. `cute_flash.attention(q, k, v)` picks the best kernel for the GPU it finds."""
 
+import importlib
+from typing import Any
+
 from .api import attention, explain
 from .runtime.dispatch import Decision
 from .runtime.emulation import emulate
@@ -17,3 +20,10 @@ __all__ = [
     "emulate",
     "explain",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """cute_flash.emulator without an import of its own; loaded when first asked for."""
+    if name == "emulator":
+        return importlib.import_module(".emulator", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,17 +5,32 @@ from typing import Any
 
 import torch
 
+from ..spec.errors import UnsupportedError
 from .launch import Call
-
-# Raised by autograd itself when the gradients we return are differentiated once more.
-_DOUBLE_BACKWARD = b"attention: double backward is not implemented"
+from .request import FUNCTORCH
 
 
-def _once(grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """Gradients that carry an error instead of a graph, for create_graph=True: using them again raises."""
-    given = [grad.detach().requires_grad_() for grad in grads if grad is not None]
-    delayed = torch._C._functions.DelayedError(_DOUBLE_BACKWARD, len(given))
-    carriers: Any = iter(delayed(*given) if len(given) > 1 else (delayed(*given),))
+class Once(torch.autograd.Function):
+    """Gradients as functions of what they came from, so that differentiating them again meets this node, and raises.
+
+    (count, *gradients, *sources) -> the gradients. Tied to the sources: a node hanging loose would not be visited where
+    another path leads to q, and the missing term would go unnoticed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        raise RuntimeError("attention: double backward is not implemented")
+
+
+def _once(grads: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    """For create_graph=True."""
+    given = [grad for grad in grads if grad is not None]
+    tied = Once.apply(len(given), *given, *(source for source in sources if source is not None))
+    carriers: Any = iter(tied)
     return tuple(None if grad is None else next(carriers) for grad in grads)
 
 
@@ -54,7 +69,7 @@ class Attention(torch.autograd.Function):
             grads = backward(dout, q, k, v, out, lse, dlse, scale)
             kept = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
         if create_graph:
-            kept = list(_once(kept))
+            kept = list(_once(kept, (q, k, v, dout, dlse)))
         return (*kept, None)
 
 
@@ -65,7 +80,7 @@ _functorch_active = torch._C._are_functorch_transforms_active
 
 def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: Call) -> Any:
     if _functorch_active():
-        return Attention.apply(q, k, v, (call, scale))
+        raise UnsupportedError(FUNCTORCH)
     return _apply(q, k, v, (call, scale))
 
 
@@ -85,4 +100,4 @@ class Empty(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:
         pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
         grads = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) if wanted else None for t, wanted in pairs]
-        return _once(grads) if torch.is_grad_enabled() else tuple(grads)
+        return _once(grads, (*ctx.saved_tensors, dout, dlse)) if torch.is_grad_enabled() else tuple(grads)

@@ -84,9 +84,14 @@ def _check_scale(scale: Any) -> float | None:
     return value
 
 
+FUNCTORCH = "torch.func transforms (vmap, grad, jvp, ...) of attention are not built yet: call it on plain tensors"
+
+
 def _refuse_foreign(unknown: dict[str, Any]) -> None:
-    for name in unknown:
+    for name, value in unknown.items():
         if name in FOREIGN:
+            if value is None or (isinstance(value, (int, float)) and value == 0):
+                continue  # what other libraries spell out and mean nothing by: dropout_p=0.0, attn_mask=None
             raise UnsupportedError(FOREIGN[name])
         hint = f" (here: {RENAMED[name]})" if name in RENAMED else ""
         raise TypeError(f"attention() has no argument {name}={hint}")
@@ -116,6 +121,8 @@ def check_options(arguments: dict[str, Any], unknown: dict[str, Any], backends: 
 
 
 def _check_kinds(tensors: dict[str, Any]) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(FUNCTORCH)
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -158,6 +165,8 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 def _check_limits(q: torch.Tensor, v: torch.Tensor) -> None:
     """The limits that no backend lifts."""
+    if q.device.type == "meta":
+        raise UnsupportedError("q, k and v are meta tensors: there are no values to attend to")
     if q.dtype not in DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in DTYPES)
         if q.is_floating_point():

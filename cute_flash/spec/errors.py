@@ -20,6 +20,6 @@ class FallbackWarning(UserWarning):
 
 
 def lay_out(headline: str, refusals: Mapping[str, Sequence[str]]) -> str:
-    """One headline, then one line per refusal: `  sm90: head_dim=300 is above the limit of 256`."""
+    """One headline, then one line per refusal: `  sm90: head_dim=300 is outside 8..256`."""
     lines = [f"  {name}: {sentence}" for name, sentences in refusals.items() for sentence in sentences]
     return "\n".join([headline, *lines])
