@@ -1,5 +1,6 @@
 """attention() through the emulator: CPU tensors, a GPU's kernels, the same dispatcher."""
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -92,6 +93,25 @@ def test_the_environment_variable_switches_the_whole_process(tmp_path):
     said = run(program, tmp_path / "cache")
     if "falls back" in said:  # until the Hopper backward exists
         assert "<string>" in said and "the backward on emulated 9.0" in said  # the user's line is named
+
+
+@pytest.mark.parametrize("first", ["emulator", "FlashAttention-4"])
+def test_the_library_that_was_opened_first_gives_the_symbols(first, tmp_path):
+    """Importing FlashAttention-4 opens the real one: after it nothing may be emulated, before it all may."""
+    pytest.importorskip("flash_attn.cute")
+    program = f"""
+        from cute_flash import emulator
+        if {first!r} == "FlashAttention-4":
+            import flash_attn.cute
+        with emulator.emulate("sm_90a"):
+            pass
+        import flash_attn.cute
+        assert toolchain.runtime_is_loaded()
+        refused = pytest.raises(RuntimeError, match="emulate in another process")
+        with contextlib.nullcontext() if {first!r} == "emulator" else refused, emulate("sm_90a"):
+            assert cute_flash.attention(q, k, v).isfinite().all()
+    """
+    run(program, tmp_path / "cache")
 
 
 def test_a_process_with_real_kernels_does_not_emulate(monkeypatch):
