@@ -1,6 +1,5 @@
 """attention() through the emulator: CPU tensors, a GPU's kernels, the same dispatcher."""
 
-import contextlib
 import subprocess
 import sys
 import textwrap
@@ -100,6 +99,7 @@ def test_the_library_that_was_opened_first_gives_the_symbols(first, tmp_path):
     """Importing FlashAttention-4 opens the real one: after it nothing may be emulated, before it all may."""
     pytest.importorskip("flash_attn.cute")
     program = f"""
+        import contextlib
         from cute_flash import emulator
         if {first!r} == "FlashAttention-4":
             import flash_attn.cute
