@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ import torch
 
 from cute_flash import emulator
 from cute_flash.emulator.mutate import Outcome, Report, find_sites, score
-from cute_flash.runtime import compiler
 from cute_flash.spec import settings
 from perf import points
 from scripts import dump
@@ -76,12 +77,13 @@ def dense(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def prepare(args: argparse.Namespace) -> Subject:
-    """Two query tiles over several key tiles, the last one partial: every ring wraps, every branch is taken."""
+    """Query tiles over several key tiles, the last one partial: every ring wraps, every branch is taken."""
     (point,) = points.parse(args.points)
     backend, plan = dump.plan_of(args, point)
+    plan = replace(plan, ctas=args.ctas)
     with settings.override(emulate=plan.arch), emulator.emulate(plan.arch):
-        kernel = compiler.build(backend, plan)[0]
-    rows, keys = 2 * plan.tile.tile_m, args.key_tiles * plan.tile.tile_n - 3
+        kernel = functools.partial(emulator.call, backend.build(plan, "--generate-line-info"))
+    rows, keys = args.query_tiles * plan.tile.tile_m, args.key_tiles * plan.tile.tile_n - 3
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(1, n, 1, d) for n, d in ((rows, plan.head_dim), (keys, plan.head_dim), (keys, plan.head_dim_v))
@@ -93,6 +95,22 @@ def prepare(args: argparse.Namespace) -> Subject:
     if args.split:
         scratch = (torch.empty(2, 1, 1, rows, plan.head_dim_v), torch.empty(2, 1, 1, rows))
     return Subject(kernel, (q, k, v, out, lse, point.scale, *scratch), dense(q, k, v, point.causal), plan.arch)
+
+
+_FILE = re.compile(r"\s*\.file\s+(\d+)\s+\"(?:.*/)?([^/]+/[^/]+)\"")
+_LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)")
+
+
+def places(ptx: str) -> dict[int, str]:
+    """PTX line -> `folder/file.py:line` of the Python source, for every line after the first .loc."""
+    lines = ptx.split("\n")
+    files = dict(match.groups() for match in map(_FILE.match, lines) if match)
+    found, now = {}, ""
+    for number, line in enumerate(lines, 1):
+        if match := _LOC.match(line):
+            now = f"{files.get(match[1], '?')}:{match[2]}"
+        found[number] = now
+    return found
 
 
 def judge(subject: Subject, kinds: Sequence[str] | None = None, sites: slice = slice(None)) -> Iterator[Outcome]:
@@ -115,7 +133,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--backend", default="sm90")
     add("--points", default="d=128,mask=causal", help="as perf/bench.py (only d, dv and mask matter)")
     add("--split", action="store_true", help="the plan that shares a query tile among CTAs")
-    add("--key-tiles", type=int, default=5)
+    add("--query-tiles", type=int, default=3)
+    add("--key-tiles", type=int, default=4)
+    add("--ctas", type=int, default=1, help="that share the query tiles: 1 takes them all in turn")
     add("--kinds", default="", help="comma-separated, as in cute_flash/emulator/mutate.py; default all")
     add("--out", type=Path, default=None, help="CSV to append to")
     args = parser.parse_args(argv)
@@ -123,7 +143,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-COLUMNS = ("kernel", "kind", "line", "site", "noticed", "how", "seconds")
+COLUMNS = ("kernel", "kind", "python", "line", "site", "noticed", "how", "seconds")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,8 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for outcome in judge(subject, args.kinds.split(",") if args.kinds else None):
         site, seconds = outcome.site, time.process_time() - start
         report.outcomes.append(outcome)
-        rows.append((name, site.kind, site.line, site.text, int(outcome.noticed), outcome.how, f"{seconds:.1f}"))
-        print(f"{'noticed' if outcome.noticed else 'SURVIVED'} {outcome.how}: {site.line} {site.text}", flush=True)
+        where, text = places(subject.texts[0])[site.line], " ".join(site.text.split())
+        rows.append((name, site.kind, where, site.line, text, int(outcome.noticed), outcome.how, f"{seconds:.1f}"))
+        print(f"{'noticed' if outcome.noticed else 'SURVIVED'} ({outcome.how}): {where} {text}", flush=True)
         start = time.process_time()
     print(report)
     if args.out is not None:

@@ -1,4 +1,4 @@
-"""Constants and scalar maths of the softmax, in base 2: exp(x) = exp2(x * log2(e)), one MUFU.EX2 each."""
+"""Constants and scalar maths of the softmax, in base 2: exp(x) = exp2(x * log2(e)), one MUFU.EX2 or a polynomial."""
 
 import math
 
@@ -13,6 +13,52 @@ NEG_INF = -math.inf
 
 def exp2(x: Float32) -> Float32:
     return cute.arch.exp2(x)
+
+
+# degree -> coefficients from the constant up, minimax on [0, 1) in relative error: python -m scripts.minimax
+EXP2_POLYNOMIALS = {
+    2: (1.00172472, 0.657636285, 0.337189436),  # 1.72e-03
+    3: (0.999925196, 0.695833564, 0.226067156, 0.0780245215),  # 7.48e-05
+    4: (1.00000262, 0.693003833, 0.241442755, 0.0520114601, 0.0135341678),  # 2.67e-06
+    5: (0.99999994, 0.693153083, 0.240153611, 0.0558263175, 0.00898933969, 0.00187757669),  # 1.48e-07
+}
+# P is rounded to 16 bits right after: by up to 2^-9 = 1.95e-3 in bfloat16, 2^-12 = 2.44e-4 in float16. Degree 2 would
+# nearly double the error of bfloat16, degree 3 adds 1/26 of it; float16 takes degree 4, 1/91 (degree 3: 1/3).
+EXP2_DEGREE = {"bfloat16": 3, "float16": 4}
+ROUNDER = 1.5 * 2.0**23  # adding it to |x| < 2^22 leaves no bits below the integer; its own low nine bits are zero
+EXP2_FLOOR = -126.0  # below, the exponent field would wrap: a polynomial may start a little under 1
+
+
+def _bits(x: Float32) -> Int32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+def _from_bits(x: Int32) -> Float32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def exp2_polynomial(x: tuple[Float32, Float32], degree: int) -> tuple[Float32, Float32]:
+    """Two exp2 on the FMA pipe, for x < 128; below -126 something tiny and not 0, so not for hidden keys. Blackwell.
+
+    x = n + f, n = floor(x), 2^x = 2^n 2^f. Rounded down, x + ROUNDER holds n in its low bits; 2^f comes from a
+    polynomial in [1, 2], and n is added to its exponent field.
+    """
+    low, high = (cute.arch.fmax(value, EXP2_FLOOR) for value in x)
+    rounder, minus = (Float32(ROUNDER), Float32(ROUNDER)), (Float32(-ROUNDER), Float32(-ROUNDER))
+    shifted = cute.arch.add_packed_f32x2((low, high), rounder, rnd="rm")
+    floor = cute.arch.add_packed_f32x2(shifted, minus)
+    f = cute.arch.add_packed_f32x2((low, high), (-floor[0], -floor[1]))
+    coefficients = [(Float32(c), Float32(c)) for c in EXP2_POLYNOMIALS[degree]]
+    power = coefficients[-1]
+    for c in reversed(coefficients[:-1]):
+        power = cute.arch.fma_packed_f32x2(power, f, c)
+    low, high = (_from_bits(_bits(p) + (_bits(n) << 23)) for p, n in zip(power, shifted, strict=True))
+    return low, high
+
+
+def fresh(x: Int32) -> Int32:
+    """x, but the compiler cannot know: what a loop computes from it is not moved out, to hold a register there."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 def mul_rn(a: Float32, b: Float32) -> Float32:

@@ -4,17 +4,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cute_flash.spec.device import Device
-from cute_flash.spec.errors import UnsupportedError
 from cute_flash.spec.plan import Plan
 from cute_flash.spec.problem import Problem
 
-from . import support
+from . import support, tiles
+
+ARCHES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 
 
 class Sm100Backend:
     name = "sm100"
     exports = True
-    row_alignment = 16
+    caveat = "compiled and emulated, not yet run on silicon"
+    row_alignment = 16  # TMA: base address and outer strides in 16-byte units
 
     def native(self, device: Device) -> bool:
         return support.native(device)
@@ -23,13 +25,29 @@ class Sm100Backend:
         return support.refuse(problem)
 
     def plan(self, problem: Problem) -> Plan:
-        raise UnsupportedError(f"sm100 plans nothing yet: {problem}")
+        return Plan(
+            backend=self.name,
+            direction=problem.direction,
+            arch=ARCHES[problem.device.capability],
+            dtype=problem.dtype,
+            head_dim=tiles.width(problem.head_dim),
+            head_dim_v=tiles.width(problem.head_dim_v),
+            mask=problem.mask,
+            lse=problem.lse,
+            tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v),
+            ctas=problem.device.sm_count
+            if tiles.persistent(problem.head_dim, problem.head_dim_v, str(problem.mask))
+            else 0,
+        )
 
     def split(self, plan: Plan) -> Plan | None:
         return None
 
-    def build(self, plan: Plan) -> Callable[..., Any]:
-        raise UnsupportedError(f"sm100 builds nothing yet: {plan}")
+    def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
+        """A TVM-FFI function (q, k, v, out, lse, scale) on the current stream. `options`: more for cute.compile."""
+        from .compile import compile_forward
+
+        return compile_forward(plan, options)
 
 
 BACKEND = Sm100Backend()

@@ -8,6 +8,8 @@ from ..common.numeric import exp2, finite_or_zero, mul_rn
 from ..common.rowstate import RowState, inverse_total
 from .mma import rows_view
 
+CHAINS = 4  # partial maxima of a row
+
 
 def quad_max(x: Float32) -> Float32:
     """Over the four lanes that share a row."""
@@ -20,34 +22,50 @@ def quad_sum(x: Float32) -> Float32:
     return x + cute.arch.shuffle_sync_bfly(x, offset=2)
 
 
+def _row_maxima(view: cute.Tensor, state: RowState) -> list[Float32]:
+    """New maxima of both rows. Several chains a row: a maximum waits for the one before it, and while it waits ptxas
+    would move the softmax below the wait for P V, where nothing runs beside it."""
+    chains = [[state.maximum[r], *(view[r, c] for c in range(CHAINS - 1))] for r in range(2)]
+    for c in range(CHAINS - 1, cute.size(view, mode=[1])):
+        for r in range(2):
+            chains[r][c % CHAINS] = cute.arch.fmax(chains[r][c % CHAINS], view[r, c])
+    return [quad_max(_tree(chains[r], cute.arch.fmax)) for r in range(2)]
+
+
+def _tree(values: list, combine) -> Float32:
+    while len(values) > 1:
+        values = [combine(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+    return values[0]
+
+
 @cute.jit
-def softmax_step(scores: cute.Tensor, state: RowState, scale_log2: Float32, guarded: cutlass.Constexpr[bool]):
+def softmax_step(scores: cute.Tensor, state: RowState, scale_log2: Float32, masked: cutlass.Constexpr[bool]):
     """Scores become exp2(scale * (score - maximum)); the state takes the new maximum, sum and rescale factor.
 
-    guarded: a row may not have seen a key yet. Rows are vectors: a tenth of the operations to trace and to compile.
+    After an unmasked tile every row has seen a key, so only masked tiles pay for the -inf guard.
     """
     view = rows_view(scores)  # (2, tile_n / 4)
+    maxima = _row_maxima(view, state)
     for r in cutlass.range_constexpr(2):
-        row = view[r, None]
-        values = row.load()
-        new = quad_max(values.reduce(cute.ReductionOp.MAX, state.maximum[r], 0))
-        subtrahend = mul_rn(new, scale_log2)
-        if cutlass.const_expr(guarded):
+        subtrahend = mul_rn(maxima[r], scale_log2)
+        if cutlass.const_expr(masked):
             subtrahend = finite_or_zero(subtrahend)
         rescale = exp2(mul_rn(state.maximum[r], scale_log2) - subtrahend)
-        probabilities = cute.math.exp2(values * scale_log2 - subtrahend, fastmath=True)
-        row.store(probabilities)
-        state.maximum[r] = new
+        partial = [None, None]  # two chains: an add waits for the one before it
+        for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
+            view[r, c] = exp2(view[r, c] * scale_log2 - subtrahend)
+            partial[c % 2] = view[r, c] if c < 2 else partial[c % 2] + view[r, c]
+        state.maximum[r] = maxima[r]
         state.rescale[r] = rescale
-        state.total[r] = probabilities.reduce(cute.ReductionOp.ADD, state.total[r] * rescale, 0)
+        state.total[r] = state.total[r] * rescale + (partial[0] + partial[1])
 
 
 @cute.jit
 def rescale_output(o: cute.Tensor, state: RowState):
     view = rows_view(o)  # (2, width_v / 4)
     for r in cutlass.range_constexpr(2):
-        row = view[r, None]
-        row.store(row.load() * state.rescale[r])
+        for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
+            view[r, c] = view[r, c] * state.rescale[r]
 
 
 @cute.jit
@@ -56,5 +74,6 @@ def finish(o: cute.Tensor, state: RowState):
     view = rows_view(o)
     for r in cutlass.range_constexpr(2):
         state.total[r] = quad_sum(state.total[r])
-        row = view[r, None]
-        row.store(row.load() * inverse_total(state.total[r]))
+        inverse = inverse_total(state.total[r])
+        for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
+            view[r, c] = view[r, c] * inverse

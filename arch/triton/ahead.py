@@ -32,7 +32,7 @@ def _leaves(value: Any, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...
 
 
 def _constants_attributes(leaves: list[tuple[tuple[int, ...], Any]]) -> dict[tuple[int, ...], list[Any]]:
-    """From 3.7 on Triton lists top-level constants too, with no attribute; its cache key has the whole text, in order."""
+    """From 3.7 on Triton lists top-level constants too, with no attribute; its cache key has the text, in order."""
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7):
         return {}
     return {path: [] for path, value in leaves if len(path) == 1 and _constant(value)}

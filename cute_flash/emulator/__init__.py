@@ -93,7 +93,7 @@ def call(function, *args):
 
     if not _stack:
         raise EmulatorError("no emulation is on: use `with emulate(arch):`")
-    return raising(lambda: function(*(present(a) for a in args)))
+    return raising(lambda: function(*(present(a) for a in args)), args)
 
 
 def run(function, *args, arch: str, **knobs) -> Emulation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .errors import IllegalInstruction
+from .errors import IllegalInstruction, Race
 
 
 class MBarrier:
@@ -11,6 +11,7 @@ class MBarrier:
     def __init__(self, cta, offset: int, count: int):
         self.cta, self.offset = cta, offset
         self.count = self.pending = count
+        self.author = None  # the warp that initialised it, until its fence shows the barrier to asynchronous copies
         self.tx = 0
         self.phase = 0
         self.clock = None  # joined by arrivals of the running phase
@@ -18,6 +19,14 @@ class MBarrier:
 
     def name(self) -> str:
         return f"mbarrier at {self.offset:#x} of CTA {self.cta.coords}"
+
+    def check_shown(self, warp) -> None:
+        if self.author is not None:
+            raise warp.fail(
+                Race,
+                f"{self.name()} was initialised by warp {self.author.index} and no fence.mbarrier_init or "
+                "fence.proxy.async followed there: a copy may complete on it before it exists",
+            )
 
     def arrive(self, count: int, clock=None) -> None:
         if count > self.pending:

@@ -43,9 +43,10 @@ class Load(Operation):
         self.barriers = tuple(barrier for _, _, barrier in targets)
         self.track(("load", self.barriers[0]))
         order = warp.cta.order
-        for cta, offset, _ in targets:
+        for cta, offset, barrier in targets:
             cta.shared.check(np.array([offset]), nbytes)
             if order is not None:
+                barrier.check_shown(warp)
                 order.async_access(cta.shadow, cells(offset, nbytes), self, write=True)
 
     def run(self) -> None:

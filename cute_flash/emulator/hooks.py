@@ -66,15 +66,43 @@ def present(value):
     return value
 
 
-def raising(function):
-    """Call host code; an error inside a launch surfaces as itself, not as a CUDA error code."""
+_POINTER = 1 << 40  # an integer argument this large may be an address
+
+
+def reachable(values) -> list | None:
+    """Address ranges of the storages in some arguments; None when an argument may hide an address we cannot see."""
+    found: list = []
+    for value in values:
+        if _is_cpu_tensor(value):
+            storage = value.untyped_storage()
+            found.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+            continue
+        if value is None or isinstance(value, (bool, float, str)) or (isinstance(value, int) and value < _POINTER):
+            continue
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+        inner = reachable(value) if isinstance(value, (tuple, list)) else None
+        if inner is None:
+            return None
+        found += inner
+    return found
+
+
+def raising(function, arguments=None):
+    """Call host code; an error inside a launch surfaces as itself, not as a CUDA error code.
+
+    With `arguments`, launches may touch the tensors among them only, if nothing else there can be an address.
+    """
     RUNTIME.error = None
+    RUNTIME.ranges = reachable(arguments) if arguments is not None else None
     try:
         result = function()
     except Exception:
         if RUNTIME.error is None:
             raise
         result = None
+    finally:
+        RUNTIME.ranges = None
     if RUNTIME.error is not None:
         error, RUNTIME.error = RUNTIME.error, None
         raise error from None
@@ -158,9 +186,9 @@ def _calls(stack: contextlib.ExitStack) -> None:
 def _emulated_call(original):
     @functools.wraps(original)
     def call(self, *args, **kwargs):
-        args = [present(a) for a in args]
-        kwargs = {k: present(v) for k, v in kwargs.items()}
-        return raising(lambda: original(self, *args, **kwargs))
+        shown = [present(a) for a in args]
+        named = {k: present(v) for k, v in kwargs.items()}
+        return raising(lambda: original(self, *shown, **named), [*args, *kwargs.values()])
 
     return call
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from .errors import EmulatorError
 from .machine import HOST, Launch, Options
+from .memory import BoundedMemory
 from .program import Program
 from .ptx import parse
 
@@ -100,6 +101,7 @@ class Runtime:
         self.kernels: list[tuple[str, str]] = []
         self.launches: list[dict] = []
         self.error: BaseException | None = None
+        self.ranges: list | None = None  # what the running call may touch, where that is known
         self.edit = None  # PTX text -> PTX text, applied before parsing (mutation tests)
         self.library = None
         self.path = ""
@@ -172,7 +174,8 @@ class Runtime:
         params = params[start : start + program.kernel.param_bytes]
         for n, param in enumerate(program.kernel.params):
             params[param.offset : param.offset + param.size] = HOST.bytes_at(args[n], param.size)
-        launch = Launch(program, grid, block, cluster, shared, params, self.options, self.sms)
+        host = HOST if self.ranges is None else BoundedMemory(self.ranges)
+        launch = Launch(program, grid, block, cluster, shared, params, self.options, self.sms, host)
         record = {
             "kernel": name,
             "grid": grid,

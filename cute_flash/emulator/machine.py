@@ -42,7 +42,7 @@ class Options:
 class Cta:
     def __init__(self, launch: Launch, cluster: Cluster, coords: tuple, rank: int):
         self.launch, self.cluster, self.coords, self.rank = launch, cluster, coords, rank
-        self.program, self.host, self.engine, self.order = launch.program, HOST, launch.engine, cluster.order
+        self.program, self.host, self.engine, self.order = launch.program, launch.host, launch.engine, cluster.order
         kernel = launch.program.kernel
         dynamic = DYNAMIC_BASE + kernel.shared_bytes
         self.dynamic_base = (dynamic + 1023) // 1024 * 1024
@@ -58,6 +58,8 @@ class Cta:
                 self.order.join_warp(warp)
         local = kernel.local_bytes
         self.local = np.full((len(self.warps) * LANES, (local + 15) // 16 * 16), 0xDE, np.uint8) if local else None
+        if self.local is not None:
+            self.host.allow(self.local.ctypes.data, self.local.ctypes.data + self.local.size)
 
     # --- names -----------------------------------------------------------------------------------
     def peer(self, rank: int, warp=None) -> Cta:
@@ -71,7 +73,7 @@ class Cta:
 
     def check_alive(self) -> None:
         if not self.live_warps():
-            raise BadAccess(f"shared memory of CTA {self.coords} is used from elsewhere after it has exited")
+            raise BadAccess(f"shared memory of CTA {self.coords} is used after it has exited")
 
     def symbol(self, warp: Warp, name: str):
         kernel, launch = self.program.kernel, self.launch
@@ -136,6 +138,14 @@ class Cta:
         if offset % 8:
             raise warp.fail(BadAccess, f"mbarrier address {offset:#x} is not aligned to 8 bytes")
         cta.mbarriers[offset] = MBarrier(cta, offset, count)
+        cta.mbarriers[offset].author = warp
+
+    def show_mbarriers(self, warp: Warp) -> None:
+        """A fence of the warp: from now on copies may complete on the mbarriers it has initialised."""
+        for cta in self.cluster.ctas:
+            for barrier in cta.mbarriers.values():
+                if barrier.author is warp:
+                    barrier.author = None
 
     def drop_mbarrier(self, address: int) -> None:
         del self.peer(address >> 24).mbarriers[address & 0xFFFFFF]
@@ -199,10 +209,12 @@ class Launch:
     params: np.ndarray
     options: Options = field(default_factory=Options)
     sms: int = 132
+    host: HostMemory = HOST
 
     def __post_init__(self):
         kernel: Kernel = self.program.kernel
         self.param_address = self.params.ctypes.data
+        self.host.allow(self.param_address, self.param_address + self.params.size)
         self.param_offsets = {p.name: p.offset for p in kernel.params}
         self.rng = random.Random(self.options.seed)
         self.engine = Engine(self.options.mode, self.rng)

@@ -64,7 +64,13 @@ class HostMemory:
         self.refresh()
         if not self._mapped(low, high, write):
             verb = "write to" if write else "read of"
-            raise BadAccess(f"{verb} global address {low:#x}..{high:#x}, which is not mapped")
+            raise BadAccess(f"{verb} global address {low:#x}..{high:#x}, {self.where()}")
+
+    def where(self) -> str:
+        return "which is not mapped"
+
+    def allow(self, low: int, high: int) -> None:
+        """Nothing to do: what is mapped may be touched."""
 
     def _index(self, addresses: np.ndarray, size: int, count: int, write: bool) -> np.ndarray:
         low, high = int(addresses.min()), int(addresses.max()) + size * count
@@ -85,6 +91,33 @@ class HostMemory:
     def bytes_at(self, address: int, count: int, write: bool = False) -> np.ndarray:
         self.check(address, address + count, write)
         return self.views[1][address - _ORIGIN : address - _ORIGIN + count]
+
+
+class BoundedMemory(HostMemory):
+    """Global memory of a launch whose arguments are all known: their storages, the parameters, nothing else."""
+
+    def __init__(self, ranges: list):
+        super().__init__()
+        self._ranges = list(ranges)
+        self.refresh()
+
+    def allow(self, low: int, high: int) -> None:
+        self._ranges.append((low, high))
+        self.refresh()
+
+    def refresh(self) -> None:
+        starts: list[int] = []
+        stops: list[int] = []
+        for low, high in sorted(self._ranges):
+            if stops and low <= stops[-1]:
+                stops[-1] = max(stops[-1], high)
+            else:
+                starts.append(low)
+                stops.append(high)
+        self._starts, self._stops, self._writable = starts, stops, [True] * len(starts)
+
+    def where(self) -> str:
+        return "outside every tensor of the call"
 
 
 class SharedMemory:

@@ -85,8 +85,10 @@ class Program:
         leaders = {0}
         for instr in self.kernel.instrs:
             kind = instr.parts[0]
-            if kind in ("bra", "brx"):
-                leaders.update({instr.target, *instr.targets, instr.pc + 1} - {-1})
+            if kind == "bra":
+                leaders.update({instr.target, instr.pc + 1})
+            elif kind == "brx":
+                leaders.update({instr.pc, *instr.targets, instr.pc + 1})
             elif scalar.lookup(instr) is None:
                 leaders.update({instr.pc, instr.pc + 1})
         return leaders

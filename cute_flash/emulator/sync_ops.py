@@ -215,12 +215,14 @@ def _cluster_wait(i: Instr):
 
 @effect("fence")
 def fence(i: Instr, kernel: Kernel):
-    """Memory is sequentially consistent; only the fence that makes generic writes visible to the async proxy is
-    tracked."""
+    """Memory is sequentially consistent; only what makes generic writes visible to the async proxy is tracked."""
     after = i.pc + 1
     to_async = "proxy" in i.parts and any(p.startswith("async") for p in i.parts)
+    shows_barriers = to_async or "mbarrier_init" in i.parts
 
     def step(w, mask):
+        if shows_barriers:
+            w.cta.show_mbarriers(w)
         if to_async and w.cta.order is not None:
             w.cta.order.proxy_fence(w)
         return after

@@ -39,7 +39,7 @@ class Warp:
         self.effects = 0  # visible effects so far
         self.polling = None  # the wait that failed last, with nothing done since
         self.inflight = 0  # bitmask of 32-bit registers owned by asynchronous operations
-        self.unfenced = 0  # those written since the last wgmma.fence
+        self.unfenced = -1  # those written since the last wgmma.fence; a warp's first wgmma needs one too
         self.wgmma_groups: list = []  # committed batches, oldest first
         self.wgmma_open: list = []
         self.bulk: dict = {}  # lane -> bulk groups

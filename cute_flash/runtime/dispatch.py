@@ -46,6 +46,8 @@ class Decision:
         origin = f" ({origin})" if origin else ""
         mark = " [fallback]" if self.fallback else ""
         lines = [str(self.problem), f"  runs: {self.plan}{mark}{origin}"]
+        caveat = getattr(self.backend, "caveat", "")
+        lines += [f"  {self.backend.name}: {caveat}"] if caveat else []
         lines += [f"  {copy}" for copy in self.copies]
         return lay_out("\n".join(lines), self.refusals).splitlines()
 

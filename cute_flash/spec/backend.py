@@ -9,6 +9,8 @@ q, dq   (batch, seqlen_q, heads_q, head_dim)         out, dout (batch, seqlen_q,
 k, dk   (batch, seqlen_k, heads_kv, head_dim)        lse, dlse (batch, heads_q, seqlen_q) float32 (float64 for float64)
 v, dv   (batch, seqlen_k, heads_kv, head_dim_v)      scale     a finite Python float > 0
 
+A backend may have a `caveat`, which `explain` shows beside its plans.
+
 A backend may offer a second forward for calls whose query tiles are too few to fill the GPU (see `split`):
 
     kernel(q, k, v, out, lse, scale, o_partial, lse_partial)

@@ -74,3 +74,38 @@ def quack_gemm(monkeypatch, arch: str, a, b, d, tile: tuple, cluster: tuple, **o
     cute_dsl_utils.get_compile_target_capacity.cache_clear()
     _gemm_plan_cache.clear()
     gemm(a, b, d, None, None, *tile, *cluster, **options)
+
+
+@functools.lru_cache(None)
+def fa4_backward(arch: str, head_dim: int, causal: bool, two_cta: bool = False):
+    """-> (rows of a query tile, function of (q, k, v, dout, lse_log2, dpsum, dq_accumulator, dk, dv, scale))."""
+    import cutlass.cute as cute
+    from cutlass import BFloat16, Float32
+    from cutlass.cute.runtime import make_fake_stream
+    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+    from flash_attn.cute.flash_bwd_sm100 import FlashAttentionBackwardSm100
+    from flash_attn.cute.utils import AuxData
+
+    if arch == "sm_90a":
+        tile_m = 64 if causal else 80
+        kernel = FlashAttentionBackwardSm90(
+            BFloat16, head_dim, head_dim, 1, causal, is_local=False, deterministic=False, tile_m=tile_m, tile_n=128,
+            Q_stage=2, dO_stage=2, PdS_stage=2, SdP_swapAB=True, dKV_swapAB=False, dQ_swapAB=not causal,
+            AtomLayoutMSdP=1, AtomLayoutNdKV=2, AtomLayoutMdQ=1, num_threads=384, V_in_regs=False,
+        )  # fmt: skip
+    else:
+        tile_m = 128
+        kernel = FlashAttentionBackwardSm100(
+            head_dim, head_dim, is_causal=causal, is_local=False, qhead_per_kvhead=1, tile_m=tile_m, tile_n=128,
+            cluster_size=2 if two_cta else 1, use_2cta_instrs=two_cta,
+        )  # fmt: skip
+    q, k, v, dout, dk, dv = (fake(BFloat16, 4) for _ in range(6))
+    lse, dpsum, dq = (fake(Float32, 3) for _ in range(3))
+    tail = [*[None] * 9, AuxData(None, None), None, None]
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = cute.compile(
+            kernel, q, k, v, dout, lse, dpsum, dq, dk, dv, Float32(1.0), *tail, stream, options="--enable-tvm-ffi"
+        )
+    return tile_m, lambda *args: compiled(*args, *tail)

@@ -1,4 +1,4 @@
-"""The Hopper forward through the front door, emulated: under which schedules, how often, and what a run reports."""
+"""Our forward kernels through the front door, emulated: which schedules, how often, and what a run reports."""
 
 import contextlib
 import datetime
@@ -11,12 +11,15 @@ import torch
 
 import cute_flash
 from cute_flash.runtime import compiler
+from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
 from cute_flash.spec.splits import SplitRule
 
 from ..cases import Inputs
 
 ARCH = "sm_90a"
+BACKENDS = {"sm_90a": "sm90", "sm_100a": "sm100"}
+SMS = 132
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Answer:
     kernels: tuple[str, ...]  # names, in launch order
     steps: int  # warp instructions of all launches
     seconds: float  # of this processor, without compiling
+    tmem_written: int  # bytes that threads stored to tensor memory
 
 
 def turn() -> int:
@@ -69,19 +73,33 @@ class _CompileClock:
             self.seconds += time.process_time() - start
 
 
-def attend(inputs: Inputs, causal: bool, splits: int | None, return_lse: bool = True, **knobs) -> Answer:
-    """attention() of CPU tensors on the Hopper kernel; `splits` overrules the front door's own count."""
+def attend(
+    inputs: Inputs,
+    causal: bool,
+    splits: int | None,
+    return_lse: bool = True,
+    *,
+    arch: str = ARCH,
+    sms: int = SMS,
+    **knobs,
+) -> Answer:
+    """attention() of CPU tensors on the own kernel of a GPU with `sms` SMs.
+
+    `splits` overrules the front door's own count.
+    """
     clock = _CompileClock()
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(mock.patch.object(compiler, "build", clock))
         if splits is not None:
             enter(mock.patch.object(SplitRule, "count", lambda *_: splits))
+        enter(mock.patch.dict(device_facts._SM_COUNTS, {device_facts.ARCHES[arch]: sms}))
         enter(settings.override(cache_dir=None, backend=None, strict=False))
-        emulation = enter(cute_flash.emulate(ARCH, **knobs))
+        emulation = enter(cute_flash.emulate(arch, **knobs))
         start = time.process_time()
-        result = cute_flash.attention(*inputs.qkv, causal=causal, return_lse=return_lse, backend="sm90")
+        result = cute_flash.attention(*inputs.qkv, causal=causal, return_lse=return_lse, backend=BACKENDS[arch])
         seconds = time.process_time() - start - clock.seconds
         launches = list(emulation.launches)
     out, lse = result if return_lse else (result, None)
-    return Answer(out, lse, tuple(x["kernel"] for x in launches), sum(x["steps"] for x in launches), seconds)
+    names, steps = tuple(x["kernel"] for x in launches), sum(x["steps"] for x in launches)
+    return Answer(out, lse, names, steps, seconds, sum(x["counters"].tmem_written for x in launches))

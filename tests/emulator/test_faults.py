@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from cute_flash.emulator import Deadlock, IllegalInstruction, Race, emulate
+from cute_flash.emulator import BadAccess, Deadlock, IllegalInstruction, Race, emulate
 
 from .foreign import fa4_forward
 from .test_foreign_attention import check_forward
@@ -177,3 +177,13 @@ def test_unknown_instruction():
 
     with pytest.raises(UnknownInstruction, match="PTX line"):
         run_tile("sm_90a", cut(r"setmaxnreg\.dec\.sync\.aligned\.u32", "frobnicate.u32"))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_write_past_the_end_of_a_tensor(arch):
+    """The tiles store whole 128 x 128 blocks; an output one row short is overrun."""
+    q, k = torch.randn(128, 64).bfloat16(), torch.randn(128, 64).bfloat16()
+    s = torch.zeros(127, 128)
+    compiled = tile(arch)
+    with emulate(arch), pytest.raises(BadAccess, match=r"write to global .* outside every tensor"):
+        compiled(q, k, s)

@@ -20,7 +20,6 @@ MODES = ["eager", "late"]
 @functools.lru_cache(None)
 def compiled(dims: tuple, causal: bool, options: str = ""):
     from cute_flash.arch.sm90.backend import BACKEND
-
     from cute_flash.spec.device import ARCHES, imagined
     from cute_flash.spec.mask import CAUSAL, FULL
     from cute_flash.spec.problem import FORWARD, Problem

@@ -1,8 +1,8 @@
 """Fixtures of the office's tests: every test starts with an empty memory and nothing said, and keeps its own cache."""
 
-import cute_flash.arch as arch
 import pytest
 
+import cute_flash.arch as arch
 from cute_flash import api
 from cute_flash.runtime import compiler, dispatch, report
 from cute_flash.spec import device as device_facts

@@ -59,6 +59,7 @@ EXCEPTIONS: dict[str, str] = {
     "floors arch/sm90/softmax.py cute_flash.arch.sm90.mma": "reads the score fragment by rows",
     "floors arch/sm90/epilogue.py cute_flash.arch.sm90.mma": "which row a thread's LSE belongs to is mma's fact",
     "floors arch/sm90/epilogue.py cute_flash.arch.sm90.load": "TMA descriptor and tensor: one bundle both ways",
+    "floors arch/sm100/epilogue.py cute_flash.arch.sm100.load": "TMA descriptor and tensor: one bundle both ways",
     "parameters arch/triton/backward.py backward": "the contract's ten operands and the Plan",
 }
 

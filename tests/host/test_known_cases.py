@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from cute_flash.arch import BACKENDS
-from cute_flash.arch.reference import forward as reference_forward
 
 import cute_flash
+from cute_flash.arch import BACKENDS
+from cute_flash.arch.reference import forward as reference_forward
 from cute_flash.spec.device import Device
 from tests import oracle
 from tests.known_cases import CASES

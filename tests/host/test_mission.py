@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+
 from cute_flash.arch.reference import tiles
 from cute_flash.arch.reference.backend import BACKEND
-
 from cute_flash.spec.mask import CAUSAL, FULL
 from cute_flash.spec.plan import Tile
 from tests import direct, oracle

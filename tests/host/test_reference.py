@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cute_flash.arch.reference import tiles
-from cute_flash.arch.reference.backend import BACKEND
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cute_flash.arch.reference import tiles
+from cute_flash.arch.reference.backend import BACKEND
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import CAUSAL, FULL, Mask
 from cute_flash.spec.plan import Tile

@@ -5,9 +5,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+
 from cute_flash.arch.triton import tiles
 from cute_flash.arch.triton.backend import BACKEND
-
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import CAUSAL, FULL, Mask
 from cute_flash.spec.plan import Tile

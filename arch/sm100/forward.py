@@ -1,0 +1,310 @@
+"""Forward on Blackwell: memory and barriers are opened, then each warp takes its role. Not yet run on silicon.
+
+FlashAttention-4 (arXiv 2603.05451), section 3.1: products accumulate in tensor memory, so that softmax threads own
+whole rows and hold nothing else; two query tiles alternate on the tensor cores; a correction warpgroup takes the
+rescaling of O off the softmax, and does it only where a maximum grew much. Key tiles that only the second query tile
+sees are not given to the first.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync, make_tiled_tma_atom_A, make_tiled_tma_atom_B, tcgen05
+from cutlass.memory import SmemAllocator
+
+from cute_flash.spec.plan import Plan
+
+from ..common.blocks import KeyTiles, key_tiles
+from ..common.numeric import LOG2_E, fresh
+from ..common.order import Rounds, WorkTile, head_by_head, longest_first, rounds_of, tile_count
+from ..common.rowstate import inverse_total, make_row_state, reset
+from .correction import CorrectionContext, CorrectionState, correct_pair, correct_single, receive_factor
+from .epilogue import OutputRoom, await_stores, output_to_smem, store_lse, store_output
+from .load import LoadContext, TmaSource, load_tile, tile_copy
+from .mask import visible_keys
+from .memory import ForwardLayouts, ForwardShape, forward_layouts, forward_storage
+from .mma import ForwardMmas, MmaContext, MmaState, make_fragments, multiply_pair, multiply_single
+from .pipeline import O_STORED, after_wait, barrier_count, before_arrive, open_barriers, ring_start
+from .schedule import ROWS, WARPGROUP, WARPS_PER_GROUP, forward_schedule
+from .softmax import SoftmaxContext, SoftmaxPlan, SoftmaxSlots, send_factor, softmax_step
+from .tiles import TMEM_COLUMNS, emulated_pairs
+
+
+class Sources(NamedTuple):
+    """What the kernel reads and writes through TMA."""
+
+    q: TmaSource  # (seqlen_q, head_dim, heads_q, batch)
+    k: TmaSource  # (seqlen_k, head_dim, heads_kv, batch)
+    v: TmaSource  # (head_dim_v, seqlen_k, heads_kv, batch)
+    o: TmaSource  # (seqlen_q, head_dim_v, heads_q, batch)
+
+
+class Sizes(NamedTuple):
+    batch: Int32
+    heads_q: Int32
+    heads_kv: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+
+
+class Room(NamedTuple):
+    """Shared and tensor memory as the roles see it."""
+
+    bars: tuple
+    q: cute.Tensor  # (mma, 1, width_qk / 16, query_tiles)
+    k: cute.Tensor  # (mma, 1, key_chunk / 16, slots)
+    v: cute.Tensor  # (mma, 1, value_chunk / 16, slots)
+    o: cute.Tensor  # (128, width_v, query_tiles)
+    factors: cute.Tensor  # (128, query_tiles)
+    tmem: cute.Pointer
+
+
+class ForwardSm100:
+    """One Plan's kernel. Everything read here comes from the Plan."""
+
+    def __init__(self, plan: Plan, dtype: type):
+        self.tile = plan.tile
+        self.max_ctas = plan.ctas
+        self.shape = ForwardShape(plan.tile, plan.head_dim, plan.head_dim_v)
+        if self.max_ctas and self.shape.shared_output:
+            raise ValueError(f"{plan}: where O takes Q's room, a CTA cannot take a second work tile")
+        self.causal = plan.mask.causal
+        self.dtype = dtype
+        self.schedule = forward_schedule(plan.tile, plan.head_dim)
+        self.mmas = ForwardMmas(self.shape, dtype)
+        self.softmax_plan = SoftmaxPlan(self.shape, dtype, emulated_pairs(plan.arch, plan.head_dim))
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
+        k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
+        v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v)
+        o: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
+        lse: cute.Tensor | None,  # (batch, heads_q, seqlen_q)
+        scale: Float32,
+        stream,
+    ):
+        shape, qk, pv = self.shape, self.mmas.qk(), self.mmas.pv()
+        layouts = forward_layouts(shape, qk, pv, self.dtype)
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
+
+        def view(tensor, modes):
+            return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
+
+        def stage(layout):
+            return cute.select(layout, mode=[0, 1, 2])
+
+        qk_tile, k_tile = (ROWS, self.tile.tile_n, shape.width_qk), (ROWS, self.tile.tile_n, shape.key_chunk)
+        v_tile = (ROWS, shape.width_v, shape.value_chunk)
+        rows, columns = [1, 3, 2, 0], [3, 1, 2, 0]
+        o_box = (ROWS, shape.width_v)
+        o_stage = cute.slice_(layouts.o, (None, None, 0))
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        sources = Sources(
+            q=TmaSource(*make_tiled_tma_atom_A(load, view(q, rows), stage(layouts.q), qk_tile, qk)),
+            k=TmaSource(*make_tiled_tma_atom_B(load, view(k, rows), stage(layouts.k), k_tile, qk)),
+            v=TmaSource(*make_tiled_tma_atom_B(load, view(v, columns), stage(layouts.v), v_tile, pv)),
+            o=TmaSource(*cpasync.make_tiled_tma_atom(store, view(o, rows), o_stage, o_box)),
+        )
+        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
+        tiles = self._count(sizes)
+        self.kernel(sources, lse, scale * LOG2_E, sizes, layouts).launch(
+            grid=(cutlass.min(tiles, self.max_ctas) if cutlass.const_expr(self.max_ctas > 0) else tiles, 1, 1),
+            block=(self.schedule.threads, 1, 1),
+            min_blocks_per_mp=1,  # tells ptxas the register count at entry; without it setmaxnreg is ignored
+            stream=stream,
+        )
+
+    def _count(self, sizes: Sizes) -> Int32:
+        return tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
+
+    def _rounds(self, sizes: Sizes) -> Rounds:
+        """Work tiles of this CTA."""
+        if self.max_ctas > 0:
+            return rounds_of(self._count(sizes))
+        return Rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], 1)
+
+    def _work_of(self, rounds: Rounds, turn: Int32, sizes: Sizes) -> WorkTile:
+        index = rounds.unit(turn) if self.max_ctas > 0 else rounds.block
+        return self._work(index, Sizes(*(fresh(size) for size in sizes)))
+
+    @cute.jit
+    def _work(self, index: Int32, sizes: Sizes) -> WorkTile:
+        m_blocks = cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
+        if cutlass.const_expr(not self.causal):
+            return head_by_head(index, m_blocks, sizes.heads_q)
+        keys = cutlass.min(sizes.seqlen_k, 1 << 20)  # beyond any L2, and the product stays within 32 bits
+        kv_bytes = keys * (self.shape.width_qk + self.shape.width_v) * 2
+        group = sizes.heads_q // sizes.heads_kv
+        return longest_first(index, m_blocks, sizes.heads_q, sizes.batch, kv_bytes, group)
+
+    @cute.jit
+    def _tiles(self, work: WorkTile, query_tile: Int32, sizes: Sizes) -> KeyTiles:
+        """Key tiles of one query tile. At least one, so that every role has a step to take: a row that sees nothing of
+        it ends with a sum of 0."""
+        row_start = (work.m_block * self.shape.query_tiles + query_tile) * ROWS
+        tiles = key_tiles(row_start, ROWS, self.tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.causal)
+        return KeyTiles(tiles.first, cutlass.max(tiles.last, 1), tiles.unmasked)
+
+    @cute.jit
+    def _steps(self, work: WorkTile, sizes: Sizes) -> tuple[Int32, Int32]:
+        """Key tiles of the work tile, and how many of them query tile 0 does not see: 0 or 1, the first ones."""
+        steps = self._tiles(work, self.shape.query_tiles - 1, sizes).last
+        return steps, steps - self._tiles(work, 0, sizes).last
+
+    @cute.kernel
+    def kernel(
+        self, sources: Sources, lse: cute.Tensor | None, scale_log2: Float32, sizes: Sizes, layouts: ForwardLayouts
+    ):
+        shape, schedule, slots = self.shape, self.schedule, self.tile.stages
+        barriers = barrier_count(shape.query_tiles, slots)
+        storage = SmemAllocator().allocate(forward_storage(shape, layouts, barriers, self.dtype))
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        bars = open_barriers(storage.barriers.data_ptr(), shape.query_tiles, slots)
+        if warp == schedule.mma_warp:
+            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.tmem_address.data_ptr())
+            cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.mbarrier_init_fence()
+        before_arrive()
+        cute.arch.sync_threads()
+        after_wait()
+        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address.data_ptr())
+        o_room = storage.q if cutlass.const_expr(shape.shared_output) else storage.o
+        room = Room(
+            bars=bars,
+            q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
+            k=storage.ring.get_tensor(layouts.k.outer, swizzle=layouts.k.inner),
+            v=storage.ring.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
+            o=o_room.get_tensor(layouts.o.outer, swizzle=layouts.o.inner),
+            factors=storage.factors.get_tensor(cute.make_layout((ROWS, shape.query_tiles))),
+            tmem=tmem,
+        )
+        if warp >= schedule.mma_warp:
+            cute.arch.setmaxregister_decrease(schedule.other_registers)
+            if warp == schedule.load_warp:
+                self.load(sources, room, sizes)
+            if warp == schedule.mma_warp:
+                self.multiply(room, sizes)
+        elif warp >= schedule.correction_warp:
+            cute.arch.setmaxregister_decrease(schedule.correction_registers)
+            self.correct(sources.o, room, sizes)
+        else:
+            cute.arch.setmaxregister_increase(schedule.softmax_registers)
+            self.softmax(room, lse, scale_log2, sizes)
+        cute.arch.sync_threads()
+        if warp == schedule.mma_warp:
+            cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
+
+    @cute.jit
+    def load(self, sources: Sources, room: Room, sizes: Sizes):
+        shape, ring, phase = self.shape, ring_start(), Int32(0)
+        qk, pv = self.mmas.qk().get_slice(0), self.mmas.pv().get_slice(0)
+        rounds = self._rounds(sizes)
+        for turn in cutlass.range(rounds.count, unroll=1):
+            work = self._work_of(rounds, turn, sizes)
+            head_kv = work.head // (sizes.heads_q // sizes.heads_kv)
+            q = sources.q.tensor[None, None, work.head, work.batch]
+            k = sources.k.tensor[None, None, head_kv, work.batch]
+            v = sources.v.tensor[None, None, head_kv, work.batch]
+            q_tiles = cute.local_tile(q, (ROWS, shape.width_qk), (None, 0))
+            k_tiles = cute.local_tile(k, (self.tile.tile_n, shape.key_chunk), (None, None))
+            v_tiles = cute.local_tile(v, (shape.width_v, shape.value_chunk), (0, None))
+            context = LoadContext(
+                bars=room.bars,
+                q=tile_copy(sources.q, room.q, qk.partition_A(q_tiles)),
+                k=tile_copy(sources.k, room.k, qk.partition_B(k_tiles)),
+                v=tile_copy(sources.v, room.v, pv.partition_B(v_tiles)),
+            )
+            steps, _ = self._steps(work, sizes)
+            ring = load_tile(context, work.m_block * shape.query_tiles, steps, ring, phase, shape)
+            phase = phase ^ 1
+
+    @cute.jit
+    def multiply(self, room: Room, sizes: Sizes):
+        context = MmaContext(room.bars, make_fragments(self.mmas, (room.q, room.k, room.v), room.tmem))
+        state = MmaState(ring_start(), Int32(0), (Int32(0), Int32(0)))
+        rounds = self._rounds(sizes)
+        for turn in cutlass.range(rounds.count, unroll=1):
+            steps, skip = self._steps(self._work_of(rounds, turn, sizes), sizes)
+            if cutlass.const_expr(self.shape.query_tiles == 2):
+                state = multiply_pair(context, self.mmas, steps, skip, state)
+            else:
+                state = multiply_single(context, self.mmas, steps, state)
+
+    @cute.jit
+    def softmax(self, room: Room, lse: cute.Tensor | None, scale_log2: Float32, sizes: Sizes):
+        query_tile = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_GROUP
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        slots = SoftmaxSlots(query_tile, query_tile, Int32(0), Int32(0))
+        state = make_row_state(1)
+        rounds = self._rounds(sizes)
+        for turn in cutlass.range(rounds.count, unroll=1):
+            work = self._work_of(rounds, turn, sizes)
+            context = SoftmaxContext(
+                bars=room.bars,
+                tmem=room.tmem,
+                tile=query_tile,
+                state=state,
+                factors=room.factors[None, query_tile],
+                scale_log2=scale_log2,
+                thread=thread,
+            )
+            reset(state)
+            row = (work.m_block * self.shape.query_tiles + query_tile) * ROWS + thread
+            slots = self.attend(context, self._tiles(work, query_tile, sizes), row, slots, sizes)
+            send_factor(context, slots.factor_phase, inverse_total(state.total[0]))
+            slots = SoftmaxSlots(slots.first, slots.s, slots.s_phase, slots.factor_phase ^ 1)
+            if cutlass.const_expr(lse is not None):
+                store_lse(lse, state, work, row, scale_log2)
+
+    @cute.jit
+    def attend(
+        self, context: SoftmaxContext, tiles: KeyTiles, row: Int32, slots: SoftmaxSlots, sizes: Sizes
+    ) -> SoftmaxSlots:
+        """One query tile over all its key tiles, from the last to the first."""
+        keys = visible_keys(row, (sizes.seqlen_q, sizes.seqlen_k), self.causal)
+        masked_end = cutlass.min(tiles.unmasked, tiles.last)
+        for step in cutlass.range(tiles.last - masked_end, unroll=1):
+            visible = keys - (tiles.last - 1 - step) * self.tile.tile_n
+            slots = softmax_step(context, self.softmax_plan, slots, visible)
+        for _ in cutlass.range(masked_end, unroll=1):
+            slots = softmax_step(context, self.softmax_plan, slots, None)
+        return slots
+
+    @cute.jit
+    def correct(self, store: TmaSource, room: Room, sizes: Sizes):
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        context = CorrectionContext(room.bars, room.tmem, room.factors, thread)
+        state = CorrectionState((Int32(0), Int32(0)), Int32(0), ring_start())
+        rounds = self._rounds(sizes)
+        for turn in cutlass.range(rounds.count, unroll=1):
+            work = self._work_of(rounds, turn, sizes)
+            steps, skip = self._steps(work, sizes)
+            if cutlass.const_expr(self.shape.query_tiles == 2):
+                state = correct_pair(context, self.shape, steps, skip, state)
+            else:
+                state = correct_single(context, self.shape, steps, state)
+            state = self.leave(context, OutputRoom(room.o, store), work, state, warp)
+        await_stores(warp)
+
+    @cute.jit
+    def leave(
+        self, context: CorrectionContext, out: OutputRoom, work: WorkTile, state: CorrectionState, warp: Int32
+    ) -> CorrectionState:
+        """The finished query tiles of a work tile."""
+        shape, bars, factors = self.shape, context.bars, list(state.factors)
+        thread = fresh(context.thread)
+        await_stores(warp)  # of the work tile before
+        cute.arch.barrier(barrier_id=O_STORED, number_of_threads=WARPGROUP)
+        for tile in cutlass.range_constexpr(shape.query_tiles):
+            factor = receive_factor(context, tile, factors[tile])
+            factors[tile] = factors[tile] ^ 1
+            cute.arch.mbarrier_wait(bars.o_full + tile, state.o_phase)
+            after_wait()
+            output_to_smem(context.tmem, out.smem[None, None, tile], shape, tile, factor, thread)
+            store_output(out, work, tile, shape, warp)
+        return CorrectionState(tuple(factors), state.o_phase ^ 1, state.slot)

@@ -1,0 +1,99 @@
+"""The load role: one warp moves the query tiles, then K and V from the last key tile to the first, through TMA.
+
+K and V share one ring, in the order in which the MMA warp asks for them, each in its chunks.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from .memory import ForwardShape
+from .pipeline import Barriers, Ring, advanced
+
+
+class TmaSource(NamedTuple):
+    """A TMA atom and its tensor, modes (rows, cols, head, batch): (cols, rows, ...) for V."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class TileCopy(NamedTuple):
+    atom: cute.CopyAtom
+    source: cute.Tensor  # (box, tiles) or (box, tiles, chunks)
+    target: cute.Tensor  # (box, slots)
+
+
+class LoadContext(NamedTuple):
+    """What the load warp needs for one work tile."""
+
+    bars: Barriers
+    q: TileCopy  # (box, query tiles of the head)
+    k: TileCopy  # (box, key tiles, chunks)
+    v: TileCopy  # (box, key tiles x chunks)
+
+
+def tile_copy(tma: TmaSource, smem: cute.Tensor, parts: cute.Tensor) -> TileCopy:
+    """`smem` and `parts` are as the MMA partitions them: three modes of one tile, then slots or tiles."""
+    target, source = cpasync.tma_partition(
+        tma.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 3), cute.group_modes(parts, 0, 3)
+    )
+    return TileCopy(tma.atom, source, target)
+
+
+@cute.jit
+def _fetch(copy: TileCopy, source: cute.Tensor, bars: Barriers, ring: Ring, size: cutlass.Constexpr[int]):
+    full = bars.ring_full + ring.slot
+    cute.arch.mbarrier_wait(bars.ring_free + ring.slot, ring.phase ^ 1)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+    cute.copy(copy.atom, source, copy.target[None, ring.slot], tma_bar_ptr=full)
+
+
+@cute.jit
+def _fetch_query(context: LoadContext, first: Int32, tile: cutlass.Constexpr[int], phase: Int32, size: int):
+    full = context.bars.q_full + tile
+    cute.arch.mbarrier_wait(context.bars.q_free + tile, phase ^ 1)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+    cute.copy(context.q.atom, context.q.source[None, first + tile], context.q.target[None, tile], tma_bar_ptr=full)
+
+
+@cute.jit
+def _fetch_keys(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Constexpr[ForwardShape]) -> Ring:
+    for chunk in cutlass.range_constexpr(shape.key_chunks):
+        _fetch(context.k, context.k.source[None, tile, chunk], context.bars, ring, shape.tile_bytes[1])
+        ring = advanced(ring, shape.tile.stages)
+    return ring
+
+
+@cute.jit
+def _fetch_values(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Constexpr[ForwardShape]) -> Ring:
+    for chunk in cutlass.range_constexpr(shape.value_chunks):
+        source = context.v.source[None, tile * shape.value_chunks + chunk]
+        _fetch(context.v, source, context.bars, ring, shape.tile_bytes[2])
+        ring = advanced(ring, shape.tile.stages)
+    return ring
+
+
+@cute.jit
+def load_tile(
+    context: LoadContext, first: Int32, steps: Int32, ring: Ring, phase: Int32, shape: cutlass.Constexpr[ForwardShape]
+) -> Ring:
+    """All that one work tile reads. first: of its query tiles; phase: of the query rooms. One converged warp."""
+    _fetch_query(context, first, 0, phase, shape.tile_bytes[0])
+    ring = _fetch_keys(context, steps - 1, ring, shape)
+    if cutlass.const_expr(shape.query_tiles == 2):
+        _fetch_query(context, first, 1, phase, shape.tile_bytes[0])
+    for step in cutlass.range(steps - 1, unroll=1):
+        tile = steps - 1 - step
+        if cutlass.const_expr(shape.query_tiles == 2):
+            ring = _fetch_values(context, tile, ring, shape)
+            ring = _fetch_keys(context, tile - 1, ring, shape)
+        else:  # the MMA warp asks for K a step ahead
+            ring = _fetch_keys(context, tile - 1, ring, shape)
+            ring = _fetch_values(context, tile, ring, shape)
+    return _fetch_values(context, Int32(0), ring, shape)

@@ -1,0 +1,163 @@
+"""Online softmax, one row a thread: S from tensor memory, P back over it, the factor for O to the correction warps."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32
+
+from ..common.numeric import EXP2_DEGREE, exp2, exp2_polynomial, finite_or_zero, mul_rn, pack_pair
+from ..common.rowstate import RowState
+from .mask import mask_row
+from .memory import ForwardShape, load_columns, store_columns
+from .pipeline import Barriers, after_wait, arrive_warp, before_arrive
+
+CHAINS = 4  # partial maxima of a row
+LOAD = 32  # columns of a TMEM load
+PART = 32  # scores turned into P at a time
+KEEP = -8.0  # log2: a maximum that grew by less is not worth rescaling for; P stays below 2^8, sums far from overflow
+
+
+@dataclass(frozen=True)
+class SoftmaxPlan:
+    """The static part of a softmax step."""
+
+    shape: ForwardShape
+    dtype: type  # of P
+    emulated_pairs: int  # of the PART / 2 pairs that turn into P at a time, how many go through the FMA pipe
+
+    def emulates(self, pair: int) -> bool:
+        """Evenly spread, so that both pipes are busy at once."""
+        pairs = PART // 2
+        return (pair + 1) * self.emulated_pairs // pairs > pair * self.emulated_pairs // pairs
+
+    @property
+    def degree(self) -> int:
+        return EXP2_DEGREE["bfloat16" if self.dtype is BFloat16 else "float16"]
+
+
+class SoftmaxContext(NamedTuple):
+    """What one thread of a softmax warpgroup needs; read-only."""
+
+    bars: Barriers
+    tmem: cute.Pointer
+    tile: Int32  # query tile: both warpgroups run the same code
+    state: RowState  # one row
+    factors: cute.Tensor  # (128,) of this query tile
+    scale_log2: Float32
+    thread: Int32  # in the warpgroup: the row of the tile
+
+
+def _row_maximum(scores: cute.Tensor, start: Float32) -> Float32:
+    """Several chains: three-input maxima have a latency, and one chain of them would pay it 64 times."""
+    chains = [start, *(scores[c] for c in range(CHAINS - 1))]
+    for c in range(CHAINS - 1, cute.size(scores)):
+        chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], scores[c])
+    return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
+
+
+@cute.jit
+def _new_reference(scores: cute.Tensor, context: SoftmaxContext, masked: cutlass.Constexpr[bool]) -> Float32:
+    """The subtrahend of this step. Sets maximum and rescale: an old maximum that is at most 2^8 too low is kept.
+
+    Keeping it is exact: numerator and denominator carry the same factor (FlashAttention-4's conditional rescaling).
+    """
+    state, scale = context.state, context.scale_log2
+    old = state.maximum[0]
+    new = _row_maximum(scores, old)
+    subtrahend = mul_rn(new, scale)
+    if cutlass.const_expr(masked):
+        subtrahend = finite_or_zero(subtrahend)
+    growth = mul_rn(old, scale) - subtrahend  # at most 0; -inf at the first visible key
+    rescale = exp2(growth)
+    if growth >= KEEP:
+        new, subtrahend, rescale = old, mul_rn(old, scale), Float32(1.0)
+    state.maximum[0] = new
+    state.rescale[0] = rescale
+    return subtrahend
+
+
+@cute.jit
+def send_factor(context: SoftmaxContext, phase: Int32, factor: Float32):
+    """To the correction warps: what this row of O is to be multiplied by."""
+    cute.arch.mbarrier_wait(context.bars.factor_free + context.tile, phase ^ 1)
+    context.factors[context.thread] = factor
+    arrive_warp(context.bars.factor_full + context.tile)
+
+
+def _probabilities(scores: cute.Tensor, packed: cute.Tensor, first: int, line: tuple, plan: SoftmaxPlan, masked: bool):
+    """scores[first : first + PART] become exp2(scale * score - subtrahend), and pairs of them 16-bit words.
+
+    line: scale and subtrahend. Hidden keys must become 0, which only MUFU gives.
+    """
+    scale, offset = line[0], -line[1]
+    for pair in range(PART // 2):
+        c = first + 2 * pair
+        x = cute.arch.fma_packed_f32x2((scores[c], scores[c + 1]), (scale, scale), (offset, offset))
+        if plan.emulates(pair) and not masked:
+            scores[c], scores[c + 1] = exp2_polynomial(x, plan.degree)
+        else:
+            scores[c], scores[c + 1] = exp2(x[0]), exp2(x[1])
+        packed[c // 2] = pack_pair(scores[c], scores[c + 1], plan.dtype)
+
+
+def _row_sum(scores: cute.Tensor) -> Float32:
+    """Two packed chains, four partial sums."""
+    sums = [(scores[c], scores[c + 1]) for c in (0, 2)]
+    for c in range(4, cute.size(scores), 2):
+        sums[c // 2 % 2] = cute.arch.add_packed_f32x2(sums[c // 2 % 2], (scores[c], scores[c + 1]))
+    low, high = cute.arch.add_packed_f32x2(*sums)
+    return low + high
+
+
+class SoftmaxSlots(NamedTuple):
+    """What lasts from step to step, and from one work tile to the next."""
+
+    first: Int32  # S slot of this warpgroup's first step: its own, or 0 where a single query tile has both
+    s: Int32
+    s_phase: Int32
+    factor_phase: Int32
+
+
+@cute.jit
+def softmax_step(
+    context: SoftmaxContext,
+    plan: cutlass.Constexpr[SoftmaxPlan],
+    slots: SoftmaxSlots,
+    visible: Int32 | None,
+) -> SoftmaxSlots:
+    """One key tile. visible: columns that the row sees, None where it sees all. -> the slots of the next step."""
+    bars, state, thread, slot = context.bars, context.state, context.thread, slots.s
+    tile_n = cutlass.const_expr(plan.shape.tile.tile_n)
+    masked = cutlass.const_expr(visible is not None)
+    scores = cute.make_rmem_tensor((tile_n,), Float32)
+    packed = cute.make_rmem_tensor((tile_n // 2,), Int32)
+    s, p = context.tmem + plan.shape.s_column(slot), context.tmem + plan.shape.p_column(slot)
+    cute.arch.mbarrier_wait(bars.s_full + slot, slots.s_phase)
+    after_wait()
+    for first in cutlass.range_constexpr(0, tile_n, LOAD):
+        load_columns(s, first, scores, first, LOAD, thread)
+    cute.arch.fence_view_async_tmem_load()
+    if cutlass.const_expr(masked):
+        mask_row(scores, visible)
+    subtrahend = _new_reference(scores, context, masked)
+    send_factor(context, slots.factor_phase, state.rescale[0])
+    for first in cutlass.range_constexpr(0, tile_n, PART):
+        _probabilities(scores, packed, first, (context.scale_log2, subtrahend), plan, masked)
+        store_columns(p, first // 2, packed, first // 2, PART // 2, thread)
+        if cutlass.const_expr(first == tile_n - 2 * PART):
+            _announce(bars.p_ready + slot)
+    _announce(bars.p_tail + slot)
+    state.total[0] = state.total[0] * state.rescale[0] + _row_sum(scores)
+    if cutlass.const_expr(plan.shape.query_tiles == 1):
+        slot = slot ^ 1
+    phase = slots.s_phase ^ 1 if slot == slots.first else slots.s_phase
+    return SoftmaxSlots(slots.first, slot, phase, slots.factor_phase ^ 1)
+
+
+def _announce(barrier: cute.Pointer):
+    """What was stored to tensor memory may be multiplied."""
+    cute.arch.fence_view_async_tmem_store()
+    before_arrive()
+    arrive_warp(barrier)

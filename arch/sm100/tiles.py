@@ -1,0 +1,95 @@
+"""Tuning rows of the Blackwell kernels: which tile a head_dim gets. Plain Python, no GPU, no cutlass.
+
+No row is measured: not yet run on silicon. They follow from bytes of shared memory and columns of tensor memory.
+"""
+
+from cute_flash.spec.plan import Tile
+
+SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 10.0
+TMEM_COLUMNS = 512  # 32-bit columns of 128 lanes
+WIDTH_STEP = 32  # head dims are tiled in steps of 32 up to 128: one kernel serves every true head_dim under its width
+WIDE_STEP = 64  # beyond 128, so that a width splits into two equal chunks
+ROWS = 128  # of one query tile
+KEYS = 128  # of one step: at fewer, reading Q from shared memory would take longer than multiplying it
+FIXED_BYTES = 2048  # barriers, tensor memory's address, row factors, and the alignment of what follows them
+SCORE_SLOTS = 2  # S in tensor memory: of two query tiles, or of two steps of one
+SLOT_BYTES = 32 * 1024  # of the K/V ring at most: 128 keys x 128 columns
+
+# arch -> width_qk up to which -> exponentials of 16 pairs that the FMA pipe computes. A score costs MUFU 1/16 clock of
+# the SM and the tensor cores (width_qk + width_v) / 4096: at 64 MUFU takes twice as long, at 128 as long, beyond less.
+EMULATED_PAIRS = {
+    "sm_100a": {64: 4, 128: 2, 256: 0},
+    "sm_103a": {256: 0},  # MUFU is twice as wide there
+}
+
+
+def emulated_pairs(arch: str, width_qk: int) -> int:
+    rows = EMULATED_PAIRS[arch]
+    return rows[min(bound for bound in rows if bound >= width_qk)]
+
+
+def width(head_dim: int) -> int:
+    """The tiled head_dim: rounded up to the step, at least one swizzle atom (32 elements)."""
+    step = WIDTH_STEP if head_dim <= 128 else WIDE_STEP
+    return -(-head_dim // step) * step
+
+
+def tmem_columns(query_tiles: int, width_v: int) -> int:
+    """Two S (P lies over them), and O of every query tile."""
+    return SCORE_SLOTS * KEYS + query_tiles * width_v
+
+
+def key_chunk(width_qk: int) -> int:
+    """Columns of K in one ring slot: all, or the widest equal share that fits."""
+    shares = (n for n in range(1, 9) if width_qk % n == 0 and width_qk // n % WIDTH_STEP == 0)
+    return next(width_qk // n for n in shares if 2 * KEYS * (width_qk // n) <= SLOT_BYTES)
+
+
+def value_chunk(width_v: int) -> int:
+    """Keys of V in one ring slot."""
+    return next(keys for keys in (128, 64, 32) if 2 * keys * width_v <= SLOT_BYTES)
+
+
+def slot_elements(width_qk: int, width_v: int) -> int:
+    return max(KEYS * key_chunk(width_qk), value_chunk(width_v) * width_v)
+
+
+def chunks(width_qk: int, width_v: int) -> int:
+    """Ring slots that one step takes, K and V together."""
+    return width_qk // key_chunk(width_qk) + KEYS // value_chunk(width_v)
+
+
+def _slots_beside(tile_m: int, row: int, width_qk: int, width_v: int) -> int:
+    left = SMEM_LIMIT - FIXED_BYTES - 2 * tile_m * row
+    return left // (2 * slot_elements(width_qk, width_v))
+
+
+def shared_output(tile_m: int, width_qk: int, width_v: int) -> bool:
+    """Does O take Q's room? Only where, beside both, the ring would not hold a step and one chunk ahead."""
+    return _slots_beside(tile_m, width_qk + width_v, width_qk, width_v) <= chunks(width_qk, width_v)
+
+
+def slots(tile_m: int, width_qk: int, width_v: int) -> int:
+    """Ring slots: whatever Q and O leave, at most eight."""
+    shared = shared_output(tile_m, width_qk, width_v)
+    row = max(width_qk, width_v) if shared else width_qk + width_v
+    return min(8, _slots_beside(tile_m, row, width_qk, width_v))
+
+
+def forward_tile(head_dim: int, head_dim_v: int) -> Tile:
+    """Two query tiles where tensor memory holds them, else one."""
+    width_qk, width_v = width(head_dim), width(head_dim_v)
+    for query_tiles in (2, 1):
+        tile_m = query_tiles * ROWS
+        stages = slots(tile_m, width_qk, width_v)
+        if tmem_columns(query_tiles, width_v) <= TMEM_COLUMNS and stages >= chunks(width_qk, width_v):
+            return Tile(tile_m, KEYS, stages=stages)
+    raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
+
+
+def persistent(head_dim: int, head_dim_v: int, mask: str) -> bool:
+    """Does a CTA take work tile after work tile? Under a full mask all cost the same, and one ends behind the next's
+    start. Causal ones differ: a CTA each, longest first, lets the hardware level them. Where O takes Q's room the next
+    one could not start early."""
+    tile = forward_tile(head_dim, head_dim_v)
+    return mask == "full" and not shared_output(tile.tile_m, width(head_dim), width(head_dim_v))

@@ -1,0 +1,150 @@
+"""Our Blackwell forward beside FlashAttention-4's, no Blackwell GPU needed: `python -m perf.blackwell --csv FILE`.
+
+Both are compiled by the same toolchain for sm_100a. Machine code gives registers, spills and the instructions of the
+main loops; the emulator, on one head of 512 queries and keys, gives bytes and executed instructions; perf/model.py the
+cycles of each pipe. Per tile means per 128 x 128 scores that the mask does not hide whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import math
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cute_flash.emulator import call, emulate
+from cute_flash.spec.device import ARCHES, imagined
+from cute_flash.spec.mask import CAUSAL, FULL
+from cute_flash.spec.problem import FORWARD, Problem
+from perf import model
+from scripts import sass
+from scripts.dump import KEEP
+
+ARCH, SEQLEN = "sm_100a", 512
+PACKED = ("FFMA2", "FADD2", "FMUL2")
+
+
+@contextlib.contextmanager
+def _keeping() -> Iterator[list]:
+    """Collects what cute.compile returns, with its cubin."""
+    import cutlass.cute as cute
+
+    compile_once, kept = cute.compile, []
+    with tempfile.TemporaryDirectory() as folder:
+
+        def keep(*args: Any, options: str = "", **more: Any) -> Any:
+            kept.append(compile_once(*args, options=f"{options} {KEEP.format(folder=folder)}", **more))
+            return kept[-1]
+
+        with mock.patch.object(cute, "compile", keep):
+            yield kept
+
+
+def ours(head_dim: int, causal: bool) -> Callable[..., Any]:
+    from cute_flash.arch.sm100.backend import BACKEND
+
+    device, mask = imagined(ARCHES[ARCH], "emulated"), CAUSAL if causal else FULL
+    problem = Problem(FORWARD, device, "bfloat16", head_dim, head_dim, 1, 1, mask, lse=True)
+    return BACKEND.build(BACKEND.plan(problem))
+
+
+def theirs(head_dim: int, causal: bool) -> Callable[..., Any]:
+    from tests.emulator.foreign import fa4_forward
+
+    return fa4_forward(ARCH, head_dim, causal)
+
+
+def loops_of(code: list) -> dict[str, int | str]:
+    """The unmasked softmax loop, the masked one, the MMA warp's."""
+    found = sass.main_loops(code)
+    softmax = [loop for loop in found if loop[1]["MUFU.EX2"] >= 64]
+    plain = min((loop for loop in softmax), key=lambda loop: loop[0])
+    masked = max((loop for loop in softmax), key=lambda loop: loop[0])
+    products = [loop for loop in found if any(kind.startswith("UTCHMMA") for kind in loop[1])]
+    return {
+        "softmax_instructions": plain[0],
+        "softmax_mufu": plain[1]["MUFU.EX2"],
+        "softmax_packed_fma": sum(plain[1][kind] for kind in PACKED),
+        "softmax_f2fp": plain[1]["F2FP"],
+        "masked_instructions": masked[0],
+        "mma_instructions": products[0][0] if products else "",
+    }
+
+
+def machine_code(cubin: bytes, tool: str) -> dict[str, int | str]:
+    (name, code), *_ = sass.functions(sass.disassemble(cubin, tool)).items()
+    counts: Counter = sass.mix(code)
+    limits = [i.operands.split()[-1] for i in code if i.opcode.startswith("USETMAXREG")]
+    return {
+        "registers": sass.resources(cubin)[name]["registers"],
+        "setmaxnreg": "/".join(str(int(limit, 16)) for limit in limits),
+        "spill_stores": counts["STL"],
+        "spill_loads": counts["LDL"],
+        "instructions": sum(counts.values()) - counts["NOP"],
+        **loops_of(code),
+    }
+
+
+def emulated(kernel: Callable[..., Any], launches: list, head_dim: int, causal: bool, through: Callable) -> dict:
+    q, k, v = (torch.randn(1, SEQLEN, 1, head_dim, dtype=torch.bfloat16) for _ in range(3))
+    out, lse = torch.empty_like(q), torch.empty(1, 1, SEQLEN)
+    through(kernel, q, k, v, out, lse, 1 / math.sqrt(head_dim))
+    counters, edge = launches[-1]["counters"], SEQLEN // 128
+    tiles = edge * (edge + 1) // 2 if causal else edge * edge
+    total, bound = counters.total(), model.estimate(counters, model.GPUS["B200"], tiles)
+    scores = tiles * 128 * 128 / model.WARP
+    return {
+        "shared_bytes_per_cta": launches[-1]["shared"],
+        "instructions_per_score": round(sum(total.values()) / scores, 3),
+        "ex2_per_score": round(total["ex2"] / scores, 3),
+        "tmem_bytes_per_tile": round(bound.tmem_bytes),
+        "shared_bytes_per_tile": round(bound.cycles["shared memory"] * 128),
+        "l2_bytes_per_tile": round(bound.l2_bytes),
+        **{f"cycles_{name.replace(' ', '_')}": round(value) for name, value in bound.cycles.items()},
+        "bound": bound.binding,
+        "bound_tflops": round(bound.tflops * (tiles * 4 * 128 * 128 * head_dim) / (bound.mma_flops * tiles)),
+    }
+
+
+def rows() -> Iterator[dict]:
+    tool = sass.disassembler()
+    if tool is None:
+        raise SystemExit("no nvdisasm here: pip install nvidia-cuda-nvdisasm")
+    for head_dim in (64, 128):
+        for causal in (False, True):
+            for name, build, through in (("cute_flash", ours, call), ("fa4", theirs, lambda f, *args: f(*args))):
+                torch.manual_seed(0)
+                with emulate(ARCH, mode="eager", scheduler="round_robin", race=False) as emulation, _keeping() as kept:
+                    kernel = build(head_dim, causal)
+                    counts = emulated(kernel, emulation.launches, head_dim, causal, through)
+                    code = machine_code(kept[-1].artifacts.CUBIN, tool)
+                yield {"kernel": name, "d": head_dim, "mask": "causal" if causal else "full", **code, **counts}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m perf.blackwell", description=__doc__.splitlines()[0])
+    parser.add_argument("--csv", type=Path, default=None)
+    args = parser.parse_args(argv)
+    found = []
+    for row in rows():
+        found.append(row)
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        if args.csv is not None:
+            with args.csv.open("w", newline="") as file:
+                writer = csv.DictWriter(file, found[0])
+                writer.writeheader()
+                writer.writerows(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""The mutation score of our forward: what the script finds, and that each survivor in its table is explained."""
+
+import csv
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from scripts import mutate
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "perf" / "results" / "mutation_sm90.csv"
+CHEAP = ("mbarrier init fence", "wgmma fence", "wgmma wait", "proxy fence", "bulk wait")  # these fail at once
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, str]]:
+    with TABLE.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_dropped_synchronisation_is_noticed():
+    subject = mutate.prepare(mutate.arguments(["--points", "d=64,mask=full", "--key-tiles", "3", "--query-tiles", "2"]))
+    outcomes = list(mutate.judge(subject, CHEAP))
+    survivors = Counter(outcome.site.kind for outcome in outcomes if not outcome.noticed)
+    assert survivors == {"wgmma fence": 1}  # of P V, right behind the one of Q K^T: see docs/mutation.md
+    assert {outcome.site.kind for outcome in outcomes} == set(CHEAP)
+
+
+def test_a_kernel_that_is_wrong_already_is_not_scored():
+    subject = mutate.prepare(mutate.arguments(["--points", "d=64,mask=full", "--key-tiles", "1", "--query-tiles", "1"]))
+    subject.exact = (subject.exact[0] + 1, subject.exact[1])
+    with pytest.raises(RuntimeError, match="wrong before anything is dropped"):
+        next(mutate.judge(subject))
+
+
+def test_every_kernel_of_the_table_is_scored_whole(rows):
+    for kernel in {row["kernel"] for row in rows}:
+        kinds = {row["kind"] for row in rows if row["kernel"] == kernel}
+        assert {"mbarrier wait", "mbarrier arrive", "arrive.expect_tx", "named barrier", "wgmma wait"} <= kinds, kernel
+    assert "d=128,mask=causal" in {row["kernel"] for row in rows}
+
+
+def test_every_survivor_is_explained(rows):
+    text = (ROOT / "docs" / "mutation.md").read_text()
+    missing = {row["python"] for row in rows if row["noticed"] == "0" and f"`{row['python']}`" not in text}
+    assert not missing

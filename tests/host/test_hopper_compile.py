@@ -1,0 +1,66 @@
+"""Every Hopper Plan compiles for sm_90a with no GPU: registers reported, no spills, no serialised wgmma."""
+
+import itertools
+import re
+
+import pytest
+
+from cute_flash.arch.sm90.backend import BACKEND
+from cute_flash.arch.sm90.schedule import BUDGETS, WARPGROUP
+from cute_flash.arch.sm90.tiles import SMEM_LIMIT, forward_smem_bytes, forward_tile, o_apart, width
+from cute_flash.spec.device import Device
+from cute_flash.spec.mask import CAUSAL, FULL
+from cute_flash.spec.plan import Plan
+from cute_flash.spec.problem import FORWARD, Problem
+
+HOPPER = Device("cuda", 0, "imagined", (9, 0), 132)
+REGISTER_FILE = 65_536
+WIDTHS = range(32, 257, 32)
+PAIRS = [(w, w) for w in WIDTHS] + [(192, 128), (64, 256), (256, 64)]
+
+
+def plan(head_dims: tuple[int, int], causal: bool, dtype: str = "bfloat16", lse: bool = True) -> Plan:
+    mask = CAUSAL if causal else FULL
+    return BACKEND.plan(Problem(FORWARD, HOPPER, dtype, *head_dims, heads_q=8, heads_kv=2, mask=mask, lse=lse))
+
+
+def compile_and_report(backend, chosen: Plan, capfd, record_property) -> None:
+    backend.build(chosen, "remarks{ptx}")
+    captured = capfd.readouterr()
+    text = re.sub(r"\x1b\[[0-9;]*m", "", captured.out + captured.err)
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", text)]
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", text)]
+    record_property("registers", f"{chosen}: {registers}")
+    assert registers, "ptxas reported nothing"
+    assert spills and not any(spills), f"{chosen} spills: {spills} bytes"
+    assert "C75" not in text, f"{chosen}: wgmma is serialised"
+
+
+COMMON = [plan((128, 128), True), plan((64, 64), True), plan((256, 256), False)]
+EVERY = [plan(*each) for each in itertools.product(PAIRS, (False, True), ("bfloat16", "float16"), (False, True))]
+
+
+@pytest.mark.parametrize("chosen", [*COMMON, BACKEND.split(COMMON[0])], ids=str)
+def test_common_plans_compile_without_spills(chosen, capfd, record_property):
+    compile_and_report(BACKEND, chosen, capfd, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [*EVERY, *(BACKEND.split(each) for each in EVERY)], ids=str)
+def test_every_plan_compiles_without_spills(chosen, capfd, record_property):
+    compile_and_report(BACKEND, chosen, capfd, record_property)
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257))
+def test_every_head_dim_has_a_tile_that_fits(head_dim):
+    for head_dim_v, mask in itertools.product((8, head_dim, 128, 256), ("full", "causal")):
+        tile = forward_tile(head_dim, head_dim_v, mask)
+        widths = width(head_dim), width(head_dim_v)
+        assert forward_smem_bytes(tile, *widths, o_apart=o_apart(tile, *widths)) <= SMEM_LIMIT
+        assert tile.tile_n % 16 == 0  # a k step of P V
+
+
+def test_register_budgets_fit_the_register_file():
+    for warpgroups, (load, mma) in BUDGETS.items():
+        assert WARPGROUP * (load + warpgroups * mma) <= REGISTER_FILE
+        assert load % 8 == mma % 8 == 0  # setmaxnreg counts in eights
