@@ -147,7 +147,7 @@ def markdown(rows: Sequence[records.Row]) -> str:
         point += [p["Hq"] if p["Hq"] == p["Hkv"] else f"{p['Hq']}/{p['Hkv']}", p["Sq"]]
         clock = next(iter(contestants.values()))["clock_mhz"]
         lines.append("| " + " | ".join([*point, *cells, f"{ratio:.3f}" if ratio else "", clock]) + " |")
-    closing = [f"TFLOP/s. {line}." for line in verdict_lines(table)] or ["TFLOP/s."]
+    closing = ["The table's numbers are TFLOP/s; ratios are of times.", "", *(f"- {x}" for x in verdict_lines(table))]
     return "\n".join([*lines, "", *closing, "", origin(rows)])
 
 

@@ -5,6 +5,7 @@ compiled for it, and each launch goes through the emulator.
 """
 
 import contextlib
+import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -38,10 +39,19 @@ def refuse_mixture() -> None:
     Beside each other, an emulated kernel would launch on the GPU with host pointers, or a GPU's kernel on the CPU.
     """
     host = sys.modules.get("cute_flash.emulator.host")
-    if settings.current.emulate is None and host is not None and host.RUNTIME.library is not None:
+    stand_in = None if host is None else host.RUNTIME.library
+    if settings.current.emulate is None and stand_in is not None:
         raise RuntimeError("this process has emulated a GPU: run kernels on a real one in another process")
-    if settings.current.emulate is not None and toolchain.runtime_is_loaded():
+    if settings.current.emulate is not None and toolchain.runtime_is_loaded() and not _binds_to(stand_in):
         raise RuntimeError("this process has loaded kernels for a real GPU: emulate in another process")
+
+
+def _binds_to(library: ctypes.CDLL | None) -> bool:
+    """Was it opened before the real one (which importing FlashAttention-4 opens)? The first gives the symbols."""
+    if library is None:
+        return False
+    launch, found = (where._cudaLaunchKernelEx for where in (library, ctypes.CDLL(None)))
+    return ctypes.cast(launch, ctypes.c_void_p).value == ctypes.cast(found, ctypes.c_void_p).value
 
 
 @functools.cache

@@ -94,6 +94,26 @@ def test_the_environment_variable_switches_the_whole_process(tmp_path):
         assert "<string>" in said and "the backward on emulated 9.0" in said  # the user's line is named
 
 
+@pytest.mark.parametrize("first", ["emulator", "FlashAttention-4"])
+def test_the_library_that_was_opened_first_gives_the_symbols(first, tmp_path):
+    """Importing FlashAttention-4 opens the real one: after it nothing may be emulated, before it all may."""
+    pytest.importorskip("flash_attn.cute")
+    program = f"""
+        import contextlib
+        from cute_flash import emulator
+        if {first!r} == "FlashAttention-4":
+            import flash_attn.cute
+        with emulator.emulate("sm_90a"):
+            pass
+        import flash_attn.cute
+        assert toolchain.runtime_is_loaded()
+        refused = pytest.raises(RuntimeError, match="emulate in another process")
+        with contextlib.nullcontext() if {first!r} == "emulator" else refused, emulate("sm_90a"):
+            assert cute_flash.attention(q, k, v).isfinite().all()
+    """
+    run(program, tmp_path / "cache")
+
+
 def test_a_process_with_real_kernels_does_not_emulate(monkeypatch):
     monkeypatch.setattr(toolchain, "runtime_is_loaded", lambda: True)
     with settings.override(emulate="sm_90a"), pytest.raises(RuntimeError, match="emulate in another process"):
