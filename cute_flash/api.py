@@ -73,6 +73,7 @@ def attention(
             batch_k, seqlen_k, heads_k, head_dim_k = k.shape
             batch_v, seqlen_v, heads_v, head_dim_v = v.shape
             dtype = q.dtype
+            lazy = q.is_neg() or k.is_neg() or v.is_neg()  # a sign that DLPack drops: the cold path makes it real
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             key = (
                 dtype, q.device, heads_q, heads_k, head_dim, head_dim_v,
@@ -87,6 +88,7 @@ def attention(
         and batch == batch_k == batch_v and seqlen_k == seqlen_v and heads_k == heads_v and head_dim == head_dim_k
         and batch and seqlen_q and seqlen_k
         and forward_ad._current_level < 0  # tangents are refused on the cold path
+        and not lazy
         and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
     ):  # fmt: skip
         try:
@@ -108,6 +110,7 @@ def attention(
 def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None) -> Any:
     """The first call of a kind, and every call that is out of the ordinary: checked in full, then as the warm path."""
     request.check_tensors(q, k, v)
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if key is None:  # an option was spelled in another way (softcap=0): once more, in the plain spelling
         return attention(q, k, v, **vars(options))
     for sentence in request.scale_copy(options.scale):

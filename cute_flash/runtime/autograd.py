@@ -61,15 +61,17 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = _zeros_like_expanded(out)
         create_graph = torch.is_grad_enabled()
+        sources = (q, k, v, dout, dlse)
         with torch.no_grad():
+            dout = dout.resolve_neg()  # a lazy sign, which no kernel would see
             if dlse is not None:
-                dlse = dlse.contiguous()
+                dlse = dlse.resolve_neg().contiguous()
             call, scale = ctx.bound
             backward = call.backwards(dlse is not None)
             grads = backward(dout, q, k, v, out, lse, dlse, scale)
             kept = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
         if create_graph:
-            kept = list(_once(kept, (q, k, v, dout, dlse)))
+            kept = list(_once(kept, sources))
         return (*kept, None)
 
 

@@ -17,8 +17,9 @@ from ..spec.problem import FORWARD, Problem
 from . import emulation
 
 HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
-# Outside, scale * log2(e) leaves float32's normal range or overflows on ordinary scores.
-SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**60
+# Below, scale * log2(e) leaves float32's normal range. Above, ordinary scores times scale pass 2^28, where half an ulp
+# of the product no longer fits the exponent of a probability.
+SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROW_BYTES = 16  # what TMA asks of every row start and outer stride
 
@@ -80,7 +81,7 @@ def _check_scale(scale: Any) -> float | None:
     if not math.isfinite(value):
         raise ValueError(f"scale={value} is not finite")
     if value and not SCALE_MIN <= abs(value) <= SCALE_MAX:
-        raise ValueError(f"scale={value}: |scale| must be 0 or between 2**-100 and 2**60")
+        raise ValueError(f"scale={value}: |scale| must be 0 or between 2**-100 and 2**16")
     return value
 
 

@@ -55,3 +55,20 @@ def test_neutral_arguments_of_other_libraries_are_taken():
     assert torch.equal(cute_flash.attention(q, q, q, dropout_p=0.0, attn_mask=None), expected)
     with pytest.raises(cute_flash.UnsupportedError, match="dropout_p"):
         cute_flash.attention(q, q, q, dropout_p=0.1)
+
+
+def test_lazy_signs_are_made_real():
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    expected = cute_flash.attention(-q, k, -v)
+    for _ in range(2):  # cold, then warm
+        assert torch.equal(cute_flash.attention(torch._neg_view(q), k, torch._neg_view(v)), expected)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, dout = cute_flash.attention(*leaves), torch.randn(1, 5, 2, 8)
+    lazy = torch.autograd.grad(out, leaves, torch._neg_view(dout), retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(lazy, torch.autograd.grad(out, leaves, -dout), strict=True))
+
+
+def test_scale_limits_are_named():
+    q = torch.randn(1, 5, 2, 8)
+    with pytest.raises(ValueError, match=r"2\*\*16"):
+        cute_flash.attention(q, q, q, scale=2.0**40)
