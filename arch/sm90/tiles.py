@@ -8,6 +8,7 @@ WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every t
 
 # (width of q and k, width of v, mask) -> Tile. TFLOP/s on an NVIDIA H200, 2026-11-30, bf16, 16384 tokens,
 # heads = 2048 // head_dim, kernel time by graph replay, cards throttling: compare within a line only.
+# Entries of a line may differ in the order of waits too, which is worth 2%.
 FORWARD = {
     # S=16384: 537, against 493 for 192x112, 391 for 128x128
     (64, 64, "full"): Tile(192, 128, stages=2),
