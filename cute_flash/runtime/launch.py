@@ -11,19 +11,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..spec.errors import BackendBuildError
+from ..spec.errors import BackendBuildError, UnsupportedError
 from ..spec.mask import FULL
 from ..spec.problem import Problem
 from ..spec.splits import SplitRule, rule_of
 from . import compiler, dispatch, report
 from .dispatch import Decision
-from .request import Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
+from .request import FUNCTORCH, Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
 
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int, int], Outputs]
 Backward = Callable[..., Gradients]
+
+_functorch_active = torch._C._are_functorch_transforms_active
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,9 @@ def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[...
 
 
 def _check_like_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The warm path looks at q only; its caller says which of k and v is wrong."""
+    """The warm path looks at q only; its caller says what is wrong. Plain torch code would run under a transform."""
+    if _functorch_active():
+        raise UnsupportedError(FUNCTORCH)
     if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
         raise TypeError("q, k and v must have one dtype and one device")
 
