@@ -81,8 +81,8 @@ def attention(
                 backend, settings.generation, dtype is not _float32 or request.ieee_float32(dtype),
             )  # fmt: skip
             call = _warm.get(key)
-        except (AttributeError, TypeError, ValueError, RuntimeError):
-            key = None  # not three 4-D tensors (nested ones), or an unhashable option: the cold path says what is wrong
+        except (AttributeError, TypeError, ValueError):
+            key = None  # not three 4-D tensors, or an unhashable option: the cold path says what is wrong
     if (
         call is not None
         and batch == batch_k == batch_v and seqlen_k == seqlen_v and heads_k == heads_v and head_dim == head_dim_k

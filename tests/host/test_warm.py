@@ -101,12 +101,3 @@ def test_a_warm_call_under_a_transform_is_refused_by_plain_torch_code_too():
     attention(*inputs)
     with pytest.raises(UnsupportedError, match=r"torch\.func transforms"):
         torch.vmap(attention)(*(t[None] for t in inputs))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_refused_by_name():
-    inputs = qkv(False)
-    attention(*inputs)
-    nested = torch.nested.nested_tensor(list(inputs[0]))
-    with pytest.raises(TypeError, match="q must be a plain strided tensor, got a nested tensor"):
-        attention(nested, *inputs[1:])
