@@ -141,35 +141,25 @@ class Splitter:
 
 
 def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[..., None]:
-    """(batch, seqlen_q, seqlen_k, q, k, v, out, lse, scale) -> nothing."""
+    """(batch, seqlen_q, seqlen_k, operands) -> nothing; operands are (q, k, v, out, lse, scale)."""
     few, rule = splitter.query_tiles_max, splitter.rule
     one_tile = rule.tile_n if rule else 0  # keys that cannot be shared out
     checks = splitter.decision.backend.exports  # TVM-FFI functions compare dtypes and devices themselves
 
-    def run(
-        batch: int,
-        seqlen_q: int,
-        seqlen_k: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        scale: float,
-    ) -> None:
+    def run(batch: int, seqlen_q: int, seqlen_k: int, operands: tuple[Any, ...]) -> None:
         if not checks:
-            _check_like_q(q, k, v)
+            _check_like_q(*operands[:3])
         if batch <= few and seqlen_k > one_tile and rule is not None:
             splits = rule.count(batch, seqlen_q, seqlen_k)
             if splits > 1:
-                splitter.launch(splits, (q, k, v, out, lse, scale))
+                splitter.launch(splits, operands)
                 return
         try:
-            kernel(q, k, v, out, lse, scale)
+            kernel(*operands)
         except ValueError as objection:
             if not alignment:
                 raise
-            _relaunch(objection, kernel, ("q", "k", "v"), alignment, (q, k, v, out, lse, scale))
+            _relaunch(objection, kernel, ("q", "k", "v"), alignment, operands)
 
     return run
 
@@ -206,7 +196,7 @@ class GroupRows:
         q, k, v, out, lse, scale = operands
         if lse is not None:
             lse = lse.view(batch, self.heads_kv, self.group)
-        self._run(batch, self.group, seqlen_k, self._as_rows(q), k, v, self._as_rows(out), lse, scale)
+        self._run(batch, self.group, seqlen_k, (self._as_rows(q), k, v, self._as_rows(out), lse, scale))
 
     def _as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, 1, heads_kv * group, width) seen as (batch, group, heads_kv, width)."""
@@ -265,7 +255,7 @@ def bind_forward(
         if seqlen_q == 1 and rows is not None:
             rows.run(batch, seqlen_k, (q, k, v, out, lse, scale))
         else:
-            run(batch, seqlen_q, seqlen_k, q, k, v, out, lse, scale)
+            run(batch, seqlen_q, seqlen_k, (q, k, v, out, lse, scale))
         return outputs
 
     pad, pad_v = _round_up(site.head_dim, site.unit) - site.head_dim, tiled_v - site.head_dim_v
