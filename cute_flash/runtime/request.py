@@ -98,9 +98,12 @@ def _check_softcap(softcap: Any) -> float | None:
         return None
     if isinstance(softcap, (torch.Tensor, bool)) or not isinstance(softcap, numbers.Real):
         raise TypeError(f"softcap must be a Python number or None, got {type(softcap).__name__}")
-    value = float(softcap)
-    if value and not SOFTCAP_MIN <= value <= SOFTCAP_MAX:
-        raise ValueError(f"softcap={value}: a softcap is 0 or None for none, or between 2**-16 and 2**10")
+    try:
+        value = float(softcap)
+    except OverflowError:  # an int or a Fraction beyond float64
+        value = math.inf
+    if softcap != 0 and not SOFTCAP_MIN <= value <= SOFTCAP_MAX:
+        raise ValueError(f"softcap={_spelled(softcap, value)}: a softcap is None, 0 or from 2**-16 to 2**10")
     return value or None
 
 
@@ -126,16 +129,28 @@ def bounds(causal: Any, window: Any, softcap: Any) -> tuple[Kind, tuple[float, .
 
 
 def _check_scale(scale: Any) -> float | None:
+    """A tensor is refused: reading it would wait for the GPU."""
     if scale is None:
         return None
-    if isinstance(scale, torch.Tensor) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale must be a Python number or None, got {type(scale).__name__}")
-    value = float(scale)
-    if not math.isfinite(value):
-        raise ValueError(f"scale={value} is not finite")
-    if value and not SCALE_MIN <= abs(value) <= SCALE_MAX:
-        raise ValueError(f"scale={value}: |scale| must be 0 or between 2**-100 and 2**16")
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be a real number (Python's or NumPy's) or None, got {type(scale).__name__}")
+    try:
+        value = float(scale)
+    except OverflowError:  # an int or a Fraction beyond float64
+        value = math.inf
+    if scale != 0 and not SCALE_MIN <= abs(value) <= SCALE_MAX:  # scale != 0: a tiny Fraction rounds to 0.0
+        raise ValueError(f"scale={_spelled(scale, value)}: a scale is finite, and |scale| 0 or from 2**-100 to 2**16")
     return value
+
+
+def _spelled(given: Any, value: float) -> str:
+    """`value`, unless rounding to float64 lost the number: then its size. Its digits may be too many for str()."""
+    if math.isfinite(value) and value != 0:
+        return str(value)
+    if not isinstance(given, numbers.Rational):
+        return str(given)
+    log2 = int(given.numerator).bit_length() - int(given.denominator).bit_length()
+    return f"about {'-' if given < 0 else ''}2**{log2}"
 
 
 FUNCTORCH = "torch.func transforms (vmap, grad, jvp, ...) of attention are not built yet: call it on plain tensors"
