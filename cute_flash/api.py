@@ -91,14 +91,12 @@ def attention(
         call is not None
         and batch == batch_k == batch_v and seqlen_k == seqlen_v and heads_k == heads_v and head_dim == head_dim_k
         and batch and seqlen_q and seqlen_k
-        and forward_ad._current_level < 0  # tangents are refused on the cold path
-        and not lazy
+        and not lazy and forward_ad._current_level < 0  # tangents are refused on the cold path
         and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
-        and (causal is False or causal is True) and (return_lse is False or return_lse is True)
-        and (deterministic is False or deterministic is True)  # 1.0 has True's hash: the cold path refuses it
+        and type(causal) is type(return_lse) is type(deterministic) is bool  # 1.0 has True's hash, and is refused
     ):  # fmt: skip
-        numbers = (scale or call.scale, *bounds)
         try:
+            numbers = (scale or call.scale, *bounds)
             if grad:
                 return autograd.differentiable(q, k, v, (call, numbers, batch, seqlen_q, seqlen_k))
             out, lse = call.forward(q, k, v, numbers, batch, seqlen_q, seqlen_k)

@@ -20,7 +20,7 @@ HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
 # Below, scale * log2(e) leaves float32's normal range. Above, ordinary scores times scale pass 2^28, where half an ulp
 # of the product no longer fits the exponent of a probability.
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**16
-# Kernels form softcap * (1 - 2 / (1 + exp(2 x))), about softcap * 2^-23 off: 1e-4 of a score at the upper limit.
+# Kernels form softcap * (1 - 2 / (1 + exp(2 x))), up to 1.9e-7 softcap off: 2e-4 of a score at the upper limit.
 SOFTCAP_MIN, SOFTCAP_MAX = 2.0**-16, 2.0**10
 BOUND_MAX = 2**30  # a window's bound beyond it is taken as it: no sequence is that long, and sums stay within 32 bits
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

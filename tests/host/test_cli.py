@@ -10,7 +10,7 @@ import pytest
 
 import cute_flash.arch as arch
 from cute_flash import cli
-from cute_flash.runtime import compiler
+from cute_flash.runtime import compiler, request
 from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
 from cute_flash.spec.problem import BACKWARD, FORWARD
@@ -143,7 +143,7 @@ def test_no_plan_depends_on_head_counts(backend):
     """Why the commands have no option for them."""
     device = device_facts.imagined({"sm90": (9, 0), "sm100": (10, 0)}.get(backend.name, (8, 0)), "simulated")
     for dims, direction in itertools.product(((64, 64), (128, 128), (192, 128), (256, 256)), (FORWARD, BACKWARD)):
-        problem = cli._problem(device, "bfloat16", dims, direction, causal=True)
+        problem = cli._problem(device, "bfloat16", dims, direction, request.Options(causal=True))
         if not backend.refuse(problem):
             heads = [replace(problem, heads_q=q, heads_kv=kv) for q, kv in ((1, 1), (64, 8), (7, 1), (128, 128))]
             assert {backend.plan(each) for each in heads} == {backend.plan(problem)}
