@@ -78,9 +78,15 @@ def forward_registers(tile: Tile, width_v: int) -> int:
     return tile.tile_n // 2 + tile.tile_n // 4 + width_v // 2
 
 
-def forward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
-    """The measured row if there is one, else the widest tile_n that fits registers and shared memory."""
+def forward_tile(head_dim: int, head_dim_v: int, mask: str, softcap: bool = False) -> Tile:
+    """The measured row if there is one, else the widest tile_n that fits registers and shared memory.
+
+    Nothing is measured under a window or a softcap: a window takes what the widest fitting rule gives. With a softcap
+    the 160 registers of three warpgroups hold 96 keys: 128 spill 18 words, 112 under a window 9.
+    """
     width_qk, width_v = width(head_dim), width(head_dim_v)
+    if softcap and max(width_qk, width_v) <= 64:
+        return Tile(192, 96, stages=2)
     exact = FORWARD.get((width_qk, width_v, mask))
     if exact:
         return exact

@@ -9,7 +9,7 @@ from cute_flash.arch.sm90.backend import BACKEND
 from cute_flash.arch.sm90.schedule import BUDGETS, WARPGROUP
 from cute_flash.arch.sm90.tiles import SMEM_LIMIT, forward_smem_bytes, forward_tile, o_apart, width
 from cute_flash.spec.device import Device
-from cute_flash.spec.mask import CAUSAL, FULL
+from cute_flash.spec.mask import CAUSAL, FULL, Mask
 from cute_flash.spec.plan import Plan
 from cute_flash.spec.problem import FORWARD, Problem
 
@@ -36,17 +36,29 @@ def compile_and_report(backend, chosen: Plan, capfd, record_property) -> None:
     assert "C75" not in text, f"{chosen}: wgmma is serialised"
 
 
+def bounded(head_dims: tuple[int, int], mask: Mask, *features: str) -> Plan:
+    options = {"mask": mask, "lse": True, "features": frozenset(features)}
+    return BACKEND.plan(Problem(FORWARD, HOPPER, "bfloat16", *head_dims, heads_q=8, heads_kv=2, **options))
+
+
+WINDOW = Mask(left=True, right=True)
+BOUNDED = [bounded((128, 128), Mask(left=True, right=True, causal=True)), bounded((64, 64), WINDOW, "softcap")]
+EVERY_BOUNDED = [
+    bounded(dims, mask, *features)
+    for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+    for mask, features in ((WINDOW, ()), (WINDOW, ("softcap",)), (CAUSAL, ("softcap",)), (FULL, ("softcap",)))
+]
 COMMON = [plan((128, 128), True), plan((64, 64), True), plan((256, 256), False)]
 EVERY = [plan(*each) for each in itertools.product(PAIRS, (False, True), ("bfloat16", "float16"), (False, True))]
 
 
-@pytest.mark.parametrize("chosen", [*COMMON, BACKEND.split(COMMON[0])], ids=str)
+@pytest.mark.parametrize("chosen", [*COMMON, BACKEND.split(COMMON[0]), *BOUNDED], ids=str)
 def test_common_plans_compile_without_spills(chosen, capfd, record_property):
     compile_and_report(BACKEND, chosen, capfd, record_property)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", [*EVERY, *(BACKEND.split(each) for each in EVERY)], ids=str)
+@pytest.mark.parametrize("chosen", [*EVERY, *(BACKEND.split(each) for each in EVERY), *EVERY_BOUNDED], ids=str)
 def test_every_plan_compiles_without_spills(chosen, capfd, record_property):
     compile_and_report(BACKEND, chosen, capfd, record_property)
 
