@@ -91,7 +91,7 @@ def test_a_gpu_too_old_for_all_is_refused_once(simulated, capsys):
 
 def test_warmup_fills_the_cache_that_the_call_then_finds(backends, capsys):
     (backend,) = backends(HostDslBackend())
-    command = ["warmup", "--head-dim", "64", "--direction", "forward", "--lse", "no", "--causal", "no"]
+    command = ["warmup", "--head-dim", "128", "--direction", "forward", "--lse", "no", "--causal", "no"]
     assert cli.main(command) == 0
     assert "compiled in" in capsys.readouterr().out
     compiler.forget()
