@@ -71,26 +71,38 @@ def compiler_variables() -> tuple[str, ...]:
 
 current: Settings = read(os.environ)
 generation: int = 0
+_of_environment = current
+_overrides: list[dict[str, Any]] = []  # of the blocks that are open, oldest first
 
 
-def _set(value: Settings) -> None:
+def _apply() -> None:
     global current, generation
+    value = _of_environment
+    for fields in _overrides:
+        value = replace(value, **fields)
     current = value
     generation += 1
 
 
 def refresh() -> Settings:
-    """Read the environment again (it is otherwise read once, at import)."""
-    _set(read(os.environ))
+    """Read the environment again (it is otherwise read once, at import). Open overrides stay."""
+    global _of_environment
+    _of_environment = read(os.environ)
+    _apply()
     return current
 
 
 @contextlib.contextmanager
 def override(**fields: Any) -> Iterator[Settings]:
-    """Settings with some fields replaced, for the length of a `with` block."""
-    before = current
-    _set(replace(before, **fields))
+    """Settings with some fields replaced, for the length of a `with` block.
+
+    Blocks may overlap and be left in any order (threads, generators): of those still open the latest entered counts.
+    """
+    replace(current, **fields)  # an unknown name raises before anything changes
+    _overrides.append(fields)
+    _apply()
     try:
         yield current
     finally:
-        _set(before)
+        _overrides[:] = [other for other in _overrides if other is not fields]
+        _apply()

@@ -56,6 +56,24 @@ def test_override_is_undone_and_moves_the_generation():
     assert settings.generation == generation + 2
 
 
+def test_overlapping_overrides_are_left_in_any_order():
+    before = settings.current
+    first, second = settings.override(emulate="sm_90a"), settings.override(emulate="sm_100a", strict=True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert settings.current.emulate == "sm_100a" and settings.current.strict
+    second.__exit__(None, None, None)
+    assert settings.current == before
+
+
+def test_an_override_of_an_unknown_setting_changes_nothing():
+    before, generation = settings.current, settings.generation
+    with pytest.raises(TypeError, match="colour"), settings.override(colour="red"):
+        pass
+    assert settings.current == before and settings.generation == generation
+
+
 def test_refresh_reads_the_environment_again(monkeypatch):
     before = settings.current
     monkeypatch.setenv("CUTE_FLASH_BACKEND", "reference")
