@@ -6,9 +6,10 @@ import torch
 from cute_flash.emulator import emulate
 from perf.model import GPUS, by_role, estimate
 
+from ..cases import Case, make_inputs
 from . import bare
+from .hopper import attend
 from .test_faults import tile
-from .test_forward_sm90 import compiled, tensors
 
 ROLES = {"load": range(4), "mma": range(4, 12)}
 
@@ -57,14 +58,12 @@ def test_counts_do_not_depend_on_the_schedule():
 
 def test_forward_tile_bound_on_hopper():
     """128 x 128, d = 128: 2048 cycles of MMA, 1024 of ex2 and a little, 1792 of shared memory before Q and O."""
-    kernel = compiled((128, 128), False)
-    q, k, v, out, lse = tensors((128, 128), (256, 512), (1, 1))
-    with emulate("sm_90a", seed=1) as emulation:
-        kernel(q, k, v, out, lse, 128**-0.5)
-    shape = next(iter(emulation.counters.mma_by_shape))
+    inputs = make_inputs(Case(1, 256, 512, 1, 1, 128, 128))
+    (counters,) = attend(inputs, False, 1, seed=1).counters
+    shape = next(iter(counters.mma_by_shape))
     n = int(shape[shape.index("n") + 1 : shape.index("k")])
     tiles = 2 * -(-512 // n)
-    bound = estimate(emulation.counters, GPUS["H200"], tiles)
+    bound = estimate(counters, GPUS["H200"], tiles)
     full = n / 128
     assert bound.cycles["MMA"] == pytest.approx(2048 * full)
     assert 1024 * full <= bound.cycles["ex2"] < 1024 * full * 1.05
