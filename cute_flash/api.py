@@ -93,8 +93,8 @@ def attention(
     ):  # fmt: skip
         try:
             if grad:
-                return autograd.differentiable(q, k, v, scale or call.scale, call)
-            out, lse = call.forward(q, k, v, scale or call.scale, batch, seqlen_q)
+                return autograd.differentiable(q, k, v, (call, scale or call.scale, batch, seqlen_q, seqlen_k))
+            out, lse = call.forward(q, k, v, scale or call.scale, batch, seqlen_q, seqlen_k)
         except Exception:  # of k and v only shapes were looked at: the launch refuses another dtype, device or layout
             request.check_tensors(q, k, v)
             raise
@@ -126,9 +126,10 @@ def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None)
         if len(_warm) >= _WARM_MAX:
             _warm.clear()
         _warm[key] = call
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     if call.grad:
-        return autograd.differentiable(q, k, v, scale, call)
-    out, lse = call.forward(q, k, v, scale, q.shape[0], q.shape[1])
+        return autograd.differentiable(q, k, v, (call, scale, batch, seqlen_q, seqlen_k))
+    out, lse = call.forward(q, k, v, scale, batch, seqlen_q, seqlen_k)
     return (out, lse) if options.return_lse else out
 
 

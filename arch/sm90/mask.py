@@ -28,4 +28,5 @@ def mask_scores(
             limit = cutlass.min(seqlen_k, row + 1 + seqlen_k - seqlen_q)
         visible = limit - column  # compared with constants below
         for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
-            view[r, c] = view[r, c] if 8 * (c // 2) + c % 2 < visible else Float32(NEG_INF)
+            # not Python's x if y else z, whose tracing takes many times as long
+            view[r, c] = Float32(cutlass.select_(8 * (c // 2) + c % 2 < visible, view[r, c], Float32(NEG_INF)))

@@ -22,7 +22,7 @@ from .request import Options, alignment_faults, backward_of, default_scale, desc
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int, int], Outputs]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int, int, int], Outputs]
 Backward = Callable[..., Gradients]
 
 
@@ -139,26 +139,35 @@ class Splitter:
 
 
 def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[..., None]:
-    """(batch, seqlen_q, operands) -> nothing; operands are (q, k, v, out, lse, scale)."""
+    """(batch, seqlen_q, seqlen_k, q, k, v, out, lse, scale) -> nothing."""
     few, rule = splitter.query_tiles_max, splitter.rule
     one_tile = rule.tile_n if rule else 0  # keys that cannot be shared out
     checks = splitter.decision.backend.exports  # TVM-FFI functions compare dtypes and devices themselves
 
-    def run(batch: int, seqlen_q: int, operands: tuple[Any, ...]) -> None:
+    def run(
+        batch: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        scale: float,
+    ) -> None:
         if not checks:
-            _check_like_q(*operands[:3])
-        if batch <= few and rule is not None:
-            seqlen_k = operands[1].shape[1]
-            splits = rule.count(batch, seqlen_q, seqlen_k) if seqlen_k > one_tile else 1
+            _check_like_q(q, k, v)
+        if batch <= few and seqlen_k > one_tile and rule is not None:
+            splits = rule.count(batch, seqlen_q, seqlen_k)
             if splits > 1:
-                splitter.launch(splits, operands)
+                splitter.launch(splits, (q, k, v, out, lse, scale))
                 return
         try:
-            kernel(*operands)
+            kernel(q, k, v, out, lse, scale)
         except ValueError as objection:
             if not alignment:
                 raise
-            _relaunch(objection, kernel, ("q", "k", "v"), alignment, operands)
+            _relaunch(objection, kernel, ("q", "k", "v"), alignment, (q, k, v, out, lse, scale))
 
     return run
 
@@ -186,14 +195,14 @@ class GroupRows:
         decision, kernel = ready(self.problem, self.forced, self.device)
         return bind_run(kernel, decision.backend.row_alignment, Splitter(decision, self.device))
 
-    def run(self, batch: int, operands: tuple[Any, ...]) -> None:
+    def run(self, batch: int, seqlen_k: int, operands: tuple[Any, ...]) -> None:
         """operands: (q, k, v, out, lse, scale) with seqlen_q = 1."""
         if self._run is None:
             self._run = self._bind()
         q, k, v, out, lse, scale = operands
         if lse is not None:
             lse = lse.view(batch, self.heads_kv, self.group)
-        self._run(batch, self.group, (self._as_rows(q), k, v, self._as_rows(out), lse, scale))
+        self._run(batch, self.group, seqlen_k, self._as_rows(q), k, v, self._as_rows(out), lse, scale)
 
     def _as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, 1, heads_kv * group, width) seen as (batch, group, heads_kv, width)."""
@@ -240,25 +249,29 @@ def outputs_of(site: Site, tiled_v: int, has_lse: bool) -> Callable[[torch.Tenso
 def bind_forward(
     kernel: Kernel, site: Site, has_lse: bool, splitter: Splitter, rows: GroupRows | None = None
 ) -> Forward:
-    """(q, k, v, scale, batch, seqlen_q) -> (out, lse). batch and seqlen_q are passed because the caller has them."""
+    """(q, k, v, scale, batch, seqlen_q, seqlen_k) -> (out, lse). The caller has the sizes at hand already."""
     run = bind_run(kernel, site.alignment, splitter)
     tiled_v = _round_up(site.head_dim_v, site.unit)
     allocate = outputs_of(site, tiled_v, has_lse)
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int) -> Outputs:
-        out, lse = allocate(q, batch, seqlen_q)
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int, seqlen_k: int
+    ) -> Outputs:
+        out, lse = outputs = allocate(q, batch, seqlen_q)
         if seqlen_q == 1 and rows is not None:
-            rows.run(batch, (q, k, v, out, lse, scale))
+            rows.run(batch, seqlen_k, (q, k, v, out, lse, scale))
         else:
-            run(batch, seqlen_q, (q, k, v, out, lse, scale))
-        return out, lse
+            run(batch, seqlen_q, seqlen_k, q, k, v, out, lse, scale)
+        return outputs
 
     pad, pad_v = _round_up(site.head_dim, site.unit) - site.head_dim, tiled_v - site.head_dim_v
     if not pad and not pad_v:
         return forward
 
-    def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int) -> Outputs:
-        out, lse = forward(_pad(q, pad), _pad(k, pad), _pad(v, pad_v), scale, batch, seqlen_q)
+    def padded(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int, seqlen_k: int
+    ) -> Outputs:
+        out, lse = forward(_pad(q, pad), _pad(k, pad), _pad(v, pad_v), scale, batch, seqlen_q, seqlen_k)
         return _unpad(out, pad_v), lse
 
     return padded
