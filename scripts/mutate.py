@@ -68,12 +68,13 @@ class Subject:
 
 
 def dense(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE in float64, one head."""
+    """Output and LSE in float64, one head; 0 and -inf for rows that see no key."""
     scores = q[0, :, 0].double() @ k[0, :, 0].double().T * q.shape[-1] ** -0.5
     if causal:
         hidden = torch.ones(scores.shape, dtype=torch.bool).triu(scores.shape[1] - scores.shape[0] + 1)
         scores = scores.masked_fill(hidden, -math.inf)
-    return (scores.softmax(-1) @ v[0, :, 0].double())[None, :, None], scores.logsumexp(-1)[None, None]
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return (weights @ v[0, :, 0].double())[None, :, None], scores.logsumexp(-1)[None, None]
 
 
 def prepare(args: argparse.Namespace) -> Subject:
