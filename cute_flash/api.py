@@ -50,7 +50,7 @@ def attention(
             expanded tensors too; what a kernel cannot read in place is copied, and `explain` says so.
         causal: row i sees keys j <= i + seqlen_k - seqlen_q (aligned bottom-right). A row that sees no key gives
             output 0, LSE -inf and zero gradients.
-        scale: multiplies the scores; default head_dim ** -0.5. Negative and 0 are computed right.
+        scale: multiplies the scores: a real number, 0 or from 2**-100 to 2**16 in magnitude; default head_dim ** -0.5.
         return_lse: also return the natural-log LSE, float32 (float64 for float64), (batch, heads_q, seqlen_q).
         deterministic: gradients are bitwise repeatable. torch.use_deterministic_algorithms(True) implies it.
         backend: "sm90", "sm100", "triton" or "reference": use this one or raise. Default: the best that can.
@@ -90,6 +90,8 @@ def attention(
         and forward_ad._current_level < 0  # tangents are refused on the cold path
         and not lazy
         and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
+        and (causal is False or causal is True) and (return_lse is False or return_lse is True)
+        and (deterministic is False or deterministic is True)  # 1.0 has True's hash: the cold path refuses it
     ):  # fmt: skip
         try:
             if grad:

@@ -94,7 +94,7 @@ def prepare(args: argparse.Namespace) -> Subject:
     out, lse = torch.empty(1, rows, 1, plan.head_dim_v).bfloat16(), torch.empty(1, 1, rows)
     scratch = ()
     if args.split:
-        scratch = (torch.empty(2, 1, 1, rows, plan.head_dim_v), torch.empty(2, 1, 1, rows))
+        scratch = (torch.empty(2, 1, 1, rows, plan.head_dim_v), torch.empty(2, 1, 1, rows, 2))
     return Subject(kernel, (q, k, v, out, lse, point.scale, *scratch), dense(q, k, v, point.causal), plan.arch)
 
 

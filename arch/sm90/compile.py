@@ -34,10 +34,10 @@ def compile_forward(plan: Plan, options: str = ""):
         kernel, splits = SplitForwardSm90(plan, dtype), cute.sym_int()
         contiguous = tuple(cute.sym_int64(divisibility=4) for _ in range(4))
         o_shape = (splits, batch, heads_q, seqlen_q, plan.head_dim_v)
-        lse_strides = (*(cute.sym_int64() for _ in range(3)), 1)
+        state_strides = (*(cute.sym_int64() for _ in range(3)), 2, 1)
         partials = (
             make_fake_tensor(cutlass.Float32, o_shape, (*contiguous, 1), assumed_align=16),
-            make_fake_tensor(cutlass.Float32, o_shape[:4], lse_strides, assumed_align=4),
+            make_fake_tensor(cutlass.Float32, (*o_shape[:4], 2), state_strides, assumed_align=4),
         )
     with warnings.catch_warnings():
         # the DSL advises against unrolled loops of 64 and more; loops over registers cannot be others

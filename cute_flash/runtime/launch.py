@@ -11,19 +11,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..spec.errors import BackendBuildError
+from ..spec.errors import BackendBuildError, UnsupportedError
 from ..spec.mask import FULL
 from ..spec.problem import Problem
 from ..spec.splits import SplitRule, rule_of
 from . import compiler, dispatch, report
 from .dispatch import Decision
-from .request import Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
+from .request import FUNCTORCH, Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
 
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int, int, int], Outputs]
 Backward = Callable[..., Gradients]
+
+_functorch_active = torch._C._are_functorch_transforms_active
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ class Splitter:
         batch, seqlen_q, heads_q, _ = operands[0].shape
         rows = (splits, batch, heads_q, seqlen_q)
         o_partial = torch.empty((*rows, self.decision.plan.head_dim_v), dtype=torch.float32, device=self.device)
-        lse_partial = torch.empty(rows, dtype=torch.float32, device=self.device)
-        self.kernel(*operands, o_partial, lse_partial)
+        state_partial = torch.empty((*rows, 2), dtype=torch.float32, device=self.device)
+        self.kernel(*operands, o_partial, state_partial)
 
     def _compile(self) -> Kernel:
         backend, plan = self.decision.backend, self.plan
@@ -139,41 +141,33 @@ class Splitter:
 
 
 def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[..., None]:
-    """(batch, seqlen_q, seqlen_k, q, k, v, out, lse, scale) -> nothing."""
+    """(batch, seqlen_q, seqlen_k, operands) -> nothing; operands are (q, k, v, out, lse, scale)."""
     few, rule = splitter.query_tiles_max, splitter.rule
     one_tile = rule.tile_n if rule else 0  # keys that cannot be shared out
     checks = splitter.decision.backend.exports  # TVM-FFI functions compare dtypes and devices themselves
 
-    def run(
-        batch: int,
-        seqlen_q: int,
-        seqlen_k: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        scale: float,
-    ) -> None:
+    def run(batch: int, seqlen_q: int, seqlen_k: int, operands: tuple[Any, ...]) -> None:
         if not checks:
-            _check_like_q(q, k, v)
+            _check_like_q(*operands[:3])
         if batch <= few and seqlen_k > one_tile and rule is not None:
             splits = rule.count(batch, seqlen_q, seqlen_k)
             if splits > 1:
-                splitter.launch(splits, (q, k, v, out, lse, scale))
+                splitter.launch(splits, operands)
                 return
         try:
-            kernel(q, k, v, out, lse, scale)
+            kernel(*operands)
         except ValueError as objection:
             if not alignment:
                 raise
-            _relaunch(objection, kernel, ("q", "k", "v"), alignment, (q, k, v, out, lse, scale))
+            _relaunch(objection, kernel, ("q", "k", "v"), alignment, operands)
 
     return run
 
 
 def _check_like_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The warm path looks at q only; its caller says which of k and v is wrong."""
+    """The warm path looks at q only; its caller says what is wrong. Plain torch code would run under a transform."""
+    if _functorch_active():
+        raise UnsupportedError(FUNCTORCH)
     if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
         raise TypeError("q, k and v must have one dtype and one device")
 
@@ -202,7 +196,7 @@ class GroupRows:
         q, k, v, out, lse, scale = operands
         if lse is not None:
             lse = lse.view(batch, self.heads_kv, self.group)
-        self._run(batch, self.group, seqlen_k, self._as_rows(q), k, v, self._as_rows(out), lse, scale)
+        self._run(batch, self.group, seqlen_k, (self._as_rows(q), k, v, self._as_rows(out), lse, scale))
 
     def _as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, 1, heads_kv * group, width) seen as (batch, group, heads_kv, width)."""
@@ -261,7 +255,7 @@ def bind_forward(
         if seqlen_q == 1 and rows is not None:
             rows.run(batch, seqlen_k, (q, k, v, out, lse, scale))
         else:
-            run(batch, seqlen_q, seqlen_k, q, k, v, out, lse, scale)
+            run(batch, seqlen_q, seqlen_k, (q, k, v, out, lse, scale))
         return outputs
 
     pad, pad_v = _round_up(site.head_dim, site.unit) - site.head_dim, tiled_v - site.head_dim_v

@@ -73,16 +73,28 @@ def _check_window(window: Any) -> bool:
 
 
 def _check_scale(scale: Any) -> float | None:
+    """A tensor is refused: reading it would wait for the GPU."""
     if scale is None:
         return None
-    if isinstance(scale, torch.Tensor) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale must be a Python number or None, got {type(scale).__name__}")
-    value = float(scale)
-    if not math.isfinite(value):
-        raise ValueError(f"scale={value} is not finite")
-    if value and not SCALE_MIN <= abs(value) <= SCALE_MAX:
-        raise ValueError(f"scale={value}: |scale| must be 0 or between 2**-100 and 2**16")
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be a real number (Python's or NumPy's) or None, got {type(scale).__name__}")
+    try:
+        value = float(scale)
+    except OverflowError:  # an int or a Fraction beyond float64
+        value = math.inf
+    if scale != 0 and not SCALE_MIN <= abs(value) <= SCALE_MAX:  # scale != 0: a tiny Fraction rounds to 0.0
+        raise ValueError(f"scale={_spelled(scale, value)}: a scale is finite, and |scale| 0 or from 2**-100 to 2**16")
     return value
+
+
+def _spelled(scale: Any, value: float) -> str:
+    """`value`, unless rounding to float64 lost the number: then its size. Its digits may be too many for str()."""
+    if math.isfinite(value) and value != 0:
+        return str(value)
+    if not isinstance(scale, numbers.Rational):
+        return str(scale)
+    log2 = int(scale.numerator).bit_length() - int(scale.denominator).bit_length()
+    return f"about {'-' if scale < 0 else ''}2**{log2}"
 
 
 FUNCTORCH = "torch.func transforms (vmap, grad, jvp, ...) of attention are not built yet: call it on plain tensors"

@@ -82,6 +82,7 @@ def attend(
     *,
     arch: str = ARCH,
     sms: int = SMS,
+    scale: float | None = None,
     **knobs,
 ) -> Answer:
     """attention() of CPU tensors on the own kernel of a GPU with `sms` SMs.
@@ -98,7 +99,8 @@ def attend(
         enter(settings.override(cache_dir=None, backend=None, strict=False))
         emulation = enter(cute_flash.emulate(arch, **knobs))
         start = time.process_time()
-        result = cute_flash.attention(*inputs.qkv, causal=causal, return_lse=return_lse, backend=BACKENDS[arch])
+        options = {"causal": causal, "scale": scale, "return_lse": return_lse, "backend": BACKENDS[arch]}
+        result = cute_flash.attention(*inputs.qkv, **options)
         seconds = time.process_time() - start - clock.seconds
         launches = list(emulation.launches)
     out, lse = result if return_lse else (result, None)

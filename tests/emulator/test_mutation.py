@@ -29,6 +29,13 @@ def test_dropped_synchronisation_is_noticed():
     assert {outcome.site.kind for outcome in outcomes} == set(CHEAP)
 
 
+def test_shared_keys_and_blackwell_are_right_before_anything_is_dropped():
+    for words in (["--points", "d=64,mask=full", "--split"], ["--backend", "sm100", "--points", "d=64,mask=causal"]):
+        subject = mutate.prepare(mutate.arguments([*words, "--query-tiles", "1"]))
+        right, counters = subject.attempt(subject.note, mutate.KNOBS[0])
+        assert right and counters.lines, words
+
+
 def test_a_kernel_that_is_wrong_already_is_not_scored():
     subject = mutate.prepare(mutate.arguments(["--points", "d=64,mask=full", "--key-tiles", "1", "--query-tiles", "1"]))
     subject.exact = (subject.exact[0] + 1, subject.exact[1])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import cute_flash
 from cute_flash.spec import settings
 
 
@@ -67,11 +68,33 @@ def test_overlapping_overrides_are_left_in_any_order():
     assert settings.current == before
 
 
-def test_an_override_of_an_unknown_setting_changes_nothing():
+@pytest.mark.parametrize(
+    ("field", "error", "words"),
+    [
+        (
+            {"backends": "sm90"},
+            TypeError,
+            "backends= is not a setting: the settings are backend, log, strict, cache_dir",
+        ),
+        ({"backend": "sm9"}, ValueError, "backend='sm9' is not one of sm100, sm90, triton, reference"),
+        ({"emulate": "sm_90"}, ValueError, "emulate='sm_90' is not one of sm_90a, sm_100a, sm_103a"),
+        ({"log": frozenset({"dispach"})}, ValueError, "log='dispach' is not one of dispatch, compile"),
+        ({"log": "dispatch"}, TypeError, "log='dispatch' is not a frozenset of topics: dispatch, compile"),
+        ({"strict": "0"}, TypeError, "strict='0' is not True or False"),
+        ({"cache_dir": "/x"}, TypeError, "cache_dir='/x' is not a pathlib.Path or None"),
+    ],
+    ids=str,
+)
+def test_override_refuses_what_is_no_setting_and_changes_nothing(field, error, words):
     before, generation = settings.current, settings.generation
-    with pytest.raises(TypeError, match="colour"), settings.override(colour="red"):
+    with pytest.raises(error, match=words), settings.override(strict=True), settings.override(**field):
         pass
-    assert settings.current == before and settings.generation == generation
+    assert settings.current == before and settings.generation == generation + 2
+
+
+def test_emulate_takes_the_architectures_that_are_known():
+    with pytest.raises(ValueError, match="arch='sm_80' is not one of sm_90a"), cute_flash.emulate("sm_80"):
+        pass
 
 
 def test_refresh_reads_the_environment_again(monkeypatch):
