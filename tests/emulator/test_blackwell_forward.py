@@ -124,7 +124,7 @@ def rescaled_share(each: Case) -> float:
     row = 32 * 4  # bytes of one column of a warp's rows
     products = (each.head_dim // 16) * 128 + 8 * each.head_dim_v  # accumulator columns that matrix products write
     always = warps * steps * row * (64 + products)  # 64: P
-    return (answer.tmem_written - always) / (warps * (steps - 1) * row * each.head_dim_v)
+    return (answer.counters[0].tmem_written - always) / (warps * (steps - 1) * row * each.head_dim_v)
 
 
 def test_most_rescales_are_skipped_on_normal_inputs():
