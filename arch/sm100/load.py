@@ -1,6 +1,7 @@
 """The load role: one warp moves the query tiles, then K and V from the last key tile to the first, through TMA.
 
-K and V share one ring, in the order in which the MMA warp asks for them, each in its chunks.
+K and V share one ring, in the order in which the MMA warp asks for them, each in its chunks. Chunks are loops on purpose:
+a TMA instruction takes eight uniform registers in a row, and unrolled, several of them crowd out everything else.
 """
 
 from typing import NamedTuple
@@ -64,7 +65,7 @@ def _fetch_query(context: LoadContext, first: Int32, tile: cutlass.Constexpr[int
 
 @cute.jit
 def _fetch_keys(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Constexpr[ForwardShape]) -> Ring:
-    for chunk in cutlass.range_constexpr(shape.key_chunks):
+    for chunk in cutlass.range(shape.key_chunks, unroll=1):
         _fetch(context.k, context.k.source[None, tile, chunk], context.bars, ring, shape.tile_bytes[1])
         ring = advanced(ring, shape.tile.stages)
     return ring
@@ -72,7 +73,7 @@ def _fetch_keys(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Co
 
 @cute.jit
 def _fetch_values(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Constexpr[ForwardShape]) -> Ring:
-    for chunk in cutlass.range_constexpr(shape.value_chunks):
+    for chunk in cutlass.range(shape.value_chunks, unroll=1):
         source = context.v.source[None, tile * shape.value_chunks + chunk]
         _fetch(context.v, source, context.bars, ring, shape.tile_bytes[2])
         ring = advanced(ring, shape.tile.stages)
