@@ -86,15 +86,16 @@ def load_tile(
 ) -> Ring:
     """All that one work tile reads. first: of its query tiles; phase: of the query rooms. One converged warp."""
     _fetch_query(context, first, 0, phase, shape.tile_bytes[0])
-    ring = _fetch_keys(context, steps - 1, ring, shape)
     if cutlass.const_expr(shape.query_tiles == 2):
-        _fetch_query(context, first, 1, phase, shape.tile_bytes[0])
-    for step in cutlass.range(steps - 1, unroll=1):
-        tile = steps - 1 - step
-        if cutlass.const_expr(shape.query_tiles == 2):
-            ring = _fetch_values(context, tile, ring, shape)
-            ring = _fetch_keys(context, tile - 1, ring, shape)
-        else:  # the MMA warp asks for K a step ahead
-            ring = _fetch_keys(context, tile - 1, ring, shape)
-            ring = _fetch_values(context, tile, ring, shape)
-    return _fetch_values(context, Int32(0), ring, shape)
+        for step in cutlass.range(steps, unroll=1):
+            ring = _fetch_keys(context, steps - 1 - step, ring, shape)
+            if step == 0:
+                _fetch_query(context, first, 1, phase, shape.tile_bytes[0])
+            ring = _fetch_values(context, steps - 1 - step, ring, shape)
+    else:  # the MMA warp asks for K a step ahead
+        for step in cutlass.range(steps + 1, unroll=1):
+            if step < steps:
+                ring = _fetch_keys(context, steps - 1 - step, ring, shape)
+            if step > 0:
+                ring = _fetch_values(context, steps - step, ring, shape)
+    return ring
