@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,6 @@ from .spec import settings
 from .spec.backend import Backend
 from .spec.device import Device
 from .spec.errors import UnsupportedError
-from .spec.mask import CAUSAL, FULL
 from .spec.plan import Plan
 from .spec.problem import BACKWARD, FORWARD, Problem
 
@@ -38,12 +38,31 @@ def _capability(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def _window(text: str) -> tuple[int | None, int | None]:
+    """ "1023,0" or "512,None" (left, right)."""
+    left, right = (None if part.strip() == "None" else int(part) for part in text.split(","))
+    return _checked(window=(left, right))[0]
+
+
+def _softcap(text: str) -> float:
+    return _checked(softcap=float(text))[1]
+
+
+def _checked(window: Any = None, softcap: Any = None) -> tuple[Any, Any]:
+    try:
+        request.spell(False, window, softcap)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return window, softcap
+
+
 def _problem(
-    device: Device, dtype: str, dims: tuple[int, int], direction: str, causal: bool, lse: bool = False
+    device: Device, dtype: str, dims: tuple[int, int], direction: str, options: request.Options, lse: bool = False
 ) -> Problem:
-    mask = CAUSAL if causal else FULL
-    lse = lse or direction == BACKWARD
-    return Problem(direction, device, dtype, dims[0], dims[1], heads_q=8, heads_kv=8, mask=mask, lse=lse)
+    return Problem(
+        direction, device, dtype, dims[0], dims[1], heads_q=8, heads_kv=8, mask=options.mask,
+        lse=lse or direction == BACKWARD, features=options.features,
+    )  # fmt: skip
 
 
 def _devices() -> list[Device]:
@@ -91,7 +110,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     for device in _devices():
         print(f"{'device':20} {device}")
         for direction in (FORWARD, BACKWARD):
-            walk = _walk(_problem(device, "bfloat16", (128, 128), direction, causal=True))
+            walk = _walk(_problem(device, "bfloat16", (128, 128), direction, request.Options(causal=True)))
             print("\n".join(f"  {line}" for line in walk.splitlines()))
     return 0
 
@@ -102,9 +121,10 @@ def doctor(arguments: argparse.Namespace) -> int:
 def explain(arguments: argparse.Namespace) -> int:
     """The dispatcher's walk for a described call, on this machine's device or an imagined one."""
     device = device_facts.imagined(arguments.capability, "simulated") if arguments.capability else _devices()[0]
+    options = request.spell(arguments.causal, arguments.window, arguments.softcap)
     failed = 0
     for direction in DIRECTIONS[arguments.direction]:
-        problem = _problem(device, arguments.dtype, arguments.head_dim, direction, arguments.causal)
+        problem = _problem(device, arguments.dtype, arguments.head_dim, direction, options)
         try:
             print(dispatch.choose(problem, arguments.backend))
         except UnsupportedError as refusal:
@@ -124,7 +144,8 @@ def _variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[
     masks, lses, directions = SWITCH[arguments.causal], SWITCH[arguments.lse], DIRECTIONS[arguments.direction]
     grid = itertools.product(arguments.dtype, arguments.head_dim, directions, masks, lses)
     for dtype, dims, direction, causal, lse in grid:
-        problem = _problem(device, dtype, dims, direction, causal, lse)
+        options = request.spell(causal, arguments.window, arguments.softcap)
+        problem = _problem(device, dtype, dims, direction, options, lse)
         try:
             decision = dispatch.choose(problem)
         except UnsupportedError as refusal:
@@ -189,6 +210,11 @@ def cache(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_bounds(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--window", type=_window, metavar="L,R", help="such as 1023,0 or 512,None; one kernel for all")
+    command.add_argument("--softcap", type=_softcap, metavar="C", help="one kernel for all values above 0")
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m cute_flash", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="doctor|explain|warmup|cache")
@@ -199,6 +225,7 @@ def parser() -> argparse.ArgumentParser:
     walk.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     walk.add_argument("--head-dim", type=_head_dims, default=(128, 128), metavar="D|D,DV")
     walk.add_argument("--causal", action="store_true")
+    _add_bounds(walk)
     walk.add_argument("--direction", choices=DIRECTIONS, default="both")
     walk.add_argument("--backend", choices=dispatch.backend_names())
     walk.add_argument("--capability", type=_capability, metavar="9.0", help="of an imagined GPU; default: this machine")
@@ -209,6 +236,7 @@ def parser() -> argparse.ArgumentParser:
     ahead.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"])
     ahead.add_argument("--head-dim", nargs="+", type=_head_dims, default=[(64, 64), (128, 128)], metavar="D|D,DV")
     ahead.add_argument("--causal", choices=SWITCH, default="both")
+    _add_bounds(ahead)
     ahead.add_argument("--lse", choices=SWITCH, default="both", help="kernels that write LSE: training and return_lse")
     ahead.add_argument("--direction", choices=DIRECTIONS, default="both")
     ahead.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")

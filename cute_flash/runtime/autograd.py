@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..spec.errors import UnsupportedError
-from .launch import Call
+from .launch import Call, Numbers
 from .request import FUNCTORCH
 
 
@@ -39,13 +39,13 @@ def _zeros_like_expanded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(torch.autograd.Function):
-    """(q, k, v, (call, scale)) -> out, or (out, lse) where the call returns it."""
+    """(q, k, v, (call, numbers)) -> out, or (out, lse) where the call returns it."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bound: tuple[Call, float]) -> Any:
-        call, scale = ctx.bound = bound
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bound: tuple[Call, Numbers]) -> Any:
+        call, numbers = ctx.bound = bound
         batch, seqlen_q, _, _ = q.shape
-        out, lse = call.forward(q, k, v, scale, batch, seqlen_q)
+        out, lse = call.forward(q, k, v, numbers, batch, seqlen_q)
         ctx.save_for_backward(q, k, v, out, lse)
         if not call.return_lse:
             return out
@@ -66,9 +66,9 @@ class Attention(torch.autograd.Function):
             dout = dout.resolve_neg()  # a lazy sign, which no kernel would see
             if dlse is not None:
                 dlse = dlse.resolve_neg().contiguous()
-            call, scale = ctx.bound
+            call, numbers = ctx.bound
             backward = call.backwards(dlse is not None)
-            grads = backward(dout, q, k, v, out, lse, dlse, scale)
+            grads = backward(dout, q, k, v, out, lse, dlse, *numbers)
             kept = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
         if create_graph:
             kept = list(_once(kept, sources))
@@ -80,10 +80,10 @@ _apply = super(torch.autograd.Function, Attention).apply
 _functorch_active = torch._C._are_functorch_transforms_active
 
 
-def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, call: Call) -> Any:
+def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, call: Call) -> Any:
     if _functorch_active():
         raise UnsupportedError(FUNCTORCH)
-    return _apply(q, k, v, (call, scale))
+    return _apply(q, k, v, (call, numbers))
 
 
 class Empty(torch.autograd.Function):

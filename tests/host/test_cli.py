@@ -39,6 +39,14 @@ def test_explain_describes_an_imagined_gpu(capsys):
     assert "head_dim=(192,128)" in said and "runs: sm90 forward" in said and "backward" not in said
 
 
+def test_explain_takes_a_window_and_a_softcap(capsys):
+    assert cli.main(["explain", "--window", "1023,0", "--softcap", "30", "--direction", "forward"]) == 0
+    assert "window(left,0) softcap" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "--window=-1,0"])
+    assert "None (not -1) means unbounded" in capsys.readouterr().err
+
+
 def test_explain_fails_aloud(capsys):
     assert cli.main(["explain", "--capability", "8.0", "--backend", "sm90"]) == 1
     assert "'sm90' was asked for" in capsys.readouterr().out
