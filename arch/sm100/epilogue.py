@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.numeric import pack_fragment
@@ -49,6 +49,27 @@ def output_to_smem(
         pack_fragment(values, packed, room.element_type)
         for i in cutlass.range_constexpr(COLUMNS // VECTOR):
             cute.autovec_copy(vectors[None, i], rows[(0, None), thread, first // VECTOR + i])
+
+
+@cute.jit
+def store_partial(
+    tmem: cute.Pointer,
+    row: cute.Tensor,
+    shape: cutlass.Constexpr[ForwardShape],
+    factor: Float32,
+    seen: tuple[Int32, Boolean],
+):
+    """row (width_v,) float32 of this thread: O of one split, divided by its sum. seen: (thread, is it a query row?)."""
+    thread, real = seen
+    values = cute.make_rmem_tensor((COLUMNS,), Float32)
+    parts = cute.tiled_divide(row, (COLUMNS,))  # ((32,), width_v / 32)
+    for first in cutlass.range_constexpr(0, shape.width_v, COLUMNS):
+        load_columns(tmem, shape.o_column(0) + first, values, 0, COLUMNS, thread)
+        cute.arch.fence_view_async_tmem_load()
+        for c in cutlass.range_constexpr(COLUMNS):
+            values[c] = values[c] * factor
+        if real:
+            cute.autovec_copy(values, parts[(None,), first // COLUMNS])
 
 
 @cute.jit

@@ -1,6 +1,9 @@
 """WHO: a softmax warpgroup per query tile, one correction warpgroup, and single warps for the MMAs and the loads."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from cutlass import Int32
 
 from cute_flash.spec.plan import Tile
 
@@ -33,6 +36,14 @@ class Schedule:
     def threads(self) -> int:
         """The last warpgroup is padded with idle warps: setmaxnreg speaks to whole warpgroups."""
         return WARPGROUP * (self.query_tiles + 2)
+
+
+class Run(NamedTuple):
+    """The key tiles of one work tile, from the last to the first."""
+
+    last: Int32  # the first step takes key tile last - 1
+    steps: Int32
+    skip: Int32  # steps that query tile 0 sits out at the start, 0 or 1: it sees one key tile less
 
 
 # (query tiles, width_qk beyond 128?) -> softmax, correction, other. 65536 registers are 512 a slot of 128 threads, and
