@@ -100,7 +100,7 @@ class ForwardSm100:
             raise ValueError(f"{plan}: where O takes Q's room, a CTA cannot take a second work tile")
         self.mask = plan.mask
         self.dtype = dtype
-        self.schedule = forward_schedule(plan.tile, plan.head_dim)
+        self.schedule = forward_schedule(plan.tile)
         self.mmas = ForwardMmas(self.shape, dtype)
         self.softmax_plan = SoftmaxPlan(self.shape, dtype, emulated_pairs(plan.arch, plan.head_dim))
 

@@ -46,16 +46,11 @@ class Run(NamedTuple):
     skip: Int32  # steps that query tile 0 sits out at the start, 0 or 1: it sees one key tile less
 
 
-# (query tiles, width_qk beyond 128?) -> softmax, correction, other. 65536 registers are 512 a slot of 128 threads, and
-# setmaxnreg counts in eights. Wide K comes in several chunks, whose places in the ring the MMA warp holds.
-BUDGETS = {
-    (1, False): (232, 144, 128),
-    (1, True): (232, 144, 128),
-    (2, False): (184, 80, 64),
-    (2, True): (176, 80, 80),
-}
+# query tiles -> softmax, correction, other. 65536 registers are 512 a slot of 128 threads, and setmaxnreg counts in
+# eights.
+BUDGETS = {1: (232, 144, 128), 2: (184, 80, 64)}
 
 
-def forward_schedule(tile: Tile, width_qk: int) -> Schedule:
+def forward_schedule(tile: Tile) -> Schedule:
     query_tiles = tile.tile_m // ROWS
-    return Schedule(query_tiles, *BUDGETS[query_tiles, width_qk > 128])
+    return Schedule(query_tiles, *BUDGETS[query_tiles])

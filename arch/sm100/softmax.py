@@ -54,9 +54,11 @@ class SoftmaxContext(NamedTuple):
 def _cap_row(scores: cute.Tensor, slope: Float32):
     """Scores become tanh(scale score / softcap) = 1 - 2 / (1 + exp(2 x)), off by 2^-22 at most; the softcap itself is
     in scale_log2. MUFU.TANH is off by 2^-11, which a softcap of 50 makes 2% of a probability."""
-    for c in cutlass.range_constexpr(cute.size(scores)):
-        power = exp2(scores[c] * slope)
-        scores[c] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power)
+    for c in cutlass.range_constexpr(0, cute.size(scores), 2):
+        low, high = cute.arch.mul_packed_f32x2((scores[c], scores[c + 1]), (slope, slope))
+        low, high = cute.arch.add_packed_f32x2((exp2(low), exp2(high)), (1.0, 1.0))
+        pair = (cute.arch.rcp_approx(low), cute.arch.rcp_approx(high))
+        scores[c], scores[c + 1] = cute.arch.fma_packed_f32x2(pair, (-2.0, -2.0), (1.0, 1.0))
 
 
 def _row_maximum(scores: cute.Tensor, start: Float32) -> Float32:
