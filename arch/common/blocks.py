@@ -6,14 +6,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_flash.spec.mask import Mask
-
 
 class KeyTiles(NamedTuple):
     first: Int32  # tiles visited: [first, last)
     last: Int32
     unmasked: Int32  # of these, [first, unmasked) need no mask; first <= unmasked
-    whole: Int32 | None = None  # with a left bound [whole, unmasked) do, which may be empty
+    whole: Int32 | None = None  # under a window, [first, whole) need one after all: rows start to see keys there
 
 
 @cute.jit
@@ -31,30 +29,27 @@ def key_tiles(
     return KeyTiles(Int32(0), last, unmasked)
 
 
-class WindowBounds(NamedTuple):
-    """The values of Mask's bounds, where it has them."""
-
-    left: Int32 | None = None
-    right: Int32 | None = None
-
-
 @cute.jit
 def window_tiles(
-    row_start: Int32, tile_m: int, tile_n: int, seqlens: tuple, mask: cutlass.Constexpr[Mask], bounds: WindowBounds
+    row_start: Int32, tile: cutlass.Constexpr, seqlens: tuple, bounds: tuple, mask: cutlass.Constexpr
 ) -> KeyTiles:
-    """As key_tiles, for any mask; seqlens: (seqlen_q, seqlen_k). Row i's diagonal is key i + seqlen_k - seqlen_q."""
+    """For query rows [row_start, row_start + tile.tile_m) under a windowed mask; `bounds`: (left, right)."""
     seqlen_q, seqlen_k = seqlens
-    diagonal = row_start + seqlen_k - seqlen_q
-    first, whole = Int32(0), Int32(0)
-    last, unmasked = (seqlen_k + tile_n - 1) // tile_n, seqlen_k // tile_n
+    left, right = bounds
+    tile_n = tile.tile_n
+    first_diagonal = row_start + seqlen_k - seqlen_q
+    last_diagonal = cutlass.min(row_start + tile.tile_m, seqlen_q) - 1 + seqlen_k - seqlen_q
+    last = (seqlen_k + tile_n - 1) // tile_n
+    unmasked = seqlen_k // tile_n
     if cutlass.const_expr(mask.right):
-        sees = diagonal + 1 if cutlass.const_expr(mask.causal) else diagonal + 1 + bounds.right  # keys of the first row
-        last = cutlass.min(last, cutlass.max(0, sees + tile_m + tile_n - 2) // tile_n)
-        unmasked = cutlass.min(unmasked, cutlass.max(0, sees) // tile_n)
+        reach = Int32(1) if cutlass.const_expr(mask.causal) else right + 1
+        last = cutlass.min(last, (cutlass.max(0, last_diagonal + reach) + tile_n - 1) // tile_n)
+        unmasked = cutlass.min(unmasked, cutlass.max(0, first_diagonal + reach) // tile_n)
+    first, whole = Int32(0), Int32(0)
     if cutlass.const_expr(mask.left):
-        first = cutlass.max(0, diagonal - bounds.left) // tile_n
-        whole = cutlass.max(0, diagonal - bounds.left + tile_m + tile_n - 2) // tile_n
-    return KeyTiles(first, last, unmasked, whole)
+        first = cutlass.min(cutlass.max(0, first_diagonal - left) // tile_n, last)
+        whole = (cutlass.max(0, last_diagonal - left) + tile_n - 1) // tile_n
+    return KeyTiles(first, last, cutlass.max(unmasked, first), cutlass.max(whole, first))
 
 
 def part_of(tiles: KeyTiles, split: Int32, splits: Int32) -> KeyTiles:

@@ -6,6 +6,7 @@ rescaling of O off the softmax, and does it only where a maximum grew much. Key 
 sees are not given to the first.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import cutlass
@@ -16,7 +17,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
 
-from ..common.blocks import KeyTiles, WindowBounds, key_tiles, part_of, window_tiles
+from ..common.blocks import KeyTiles, key_tiles, part_of, window_tiles
 from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E, fresh
 from ..common.order import Rounds, WorkTile, head_by_head, longest_first, rounds_of, tile_count
@@ -49,7 +50,7 @@ class Sizes(NamedTuple):
     seqlen_q: Int32
     seqlen_k: Int32
     splits: Int32 | None = None  # CTAs that share the keys of a query tile
-    bounds: WindowBounds = WindowBounds()
+    bounds: tuple = (None, None)  # left and right of a window, where Plan.mask has them
 
     @property
     def lengths(self) -> tuple[Int32, Int32]:
@@ -115,10 +116,10 @@ class ForwardSm100:
         scale: Float32,
         stream,
     ):
-        self.launch((q, k, v, o), Results(lse), Softening(scale * LOG2_E), WindowBounds(), stream)
+        self.launch((q, k, v, o), Results(lse), Softening(scale * LOG2_E), (None, None), stream)
 
     @cute.jit
-    def launch(self, tensors: tuple, results: Results, softening: Softening, bounds: WindowBounds, stream):
+    def launch(self, tensors: tuple, results: Results, softening: Softening, bounds: tuple, stream):
         q, k, v, o = tensors
         shape, qk, pv = self.shape, self.mmas.qk(), self.mmas.pv()
         layouts = forward_layouts(shape, qk, pv, self.dtype)
@@ -186,8 +187,9 @@ class ForwardSm100:
         start, lengths, tile_n = unit.work.m_block * self.tile.tile_m, sizes.lengths, self.tile.tile_n
         row_start = (unit.work.m_block * self.shape.query_tiles + query_tile) * ROWS
         if cutlass.const_expr(self.mask.windowed):
-            tiles = window_tiles(row_start, ROWS, tile_n, lengths, self.mask, sizes.bounds)
-            first = window_tiles(start, ROWS, tile_n, lengths, self.mask, sizes.bounds).first
+            tile = replace(self.tile, tile_m=ROWS)
+            tiles = window_tiles(row_start, tile, lengths, sizes.bounds, self.mask)
+            first = window_tiles(start, tile, lengths, sizes.bounds, self.mask).first
             return KeyTiles(first, cutlass.max(tiles.last, first + 1), tiles.unmasked, tiles.whole)
         tiles = key_tiles(row_start, ROWS, tile_n, *lengths, self.mask.causal)
         if cutlass.const_expr(unit.split is None):
@@ -409,7 +411,7 @@ class SplitForwardSm100(ForwardSm100):
         stream,
     ):
         results = Results(lse_partial, o_partial)
-        self.launch((q, k, v, o), results, Softening(scale * LOG2_E), WindowBounds(), stream)
+        self.launch((q, k, v, o), results, Softening(scale * LOG2_E), (None, None), stream)
         launch_combine(o_partial, lse_partial, o, lse, stream)
 
 
@@ -437,7 +439,7 @@ class BoundedForwardSm100(ForwardSm100):
         softening = Softening(scale * LOG2_E)
         if cutlass.const_expr(self.softcap):
             softening = Softening(softcap * LOG2_E, 2.0 * LOG2_E * (scale / softcap))
-        bounds = WindowBounds(
+        bounds = (
             left if cutlass.const_expr(self.mask.left) else None,
             right if cutlass.const_expr(self.mask.right and not self.mask.causal) else None,
         )

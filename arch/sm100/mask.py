@@ -8,7 +8,6 @@ from cutlass import Float32, Int32
 
 from cute_flash.spec.mask import Mask
 
-from ..common.blocks import WindowBounds
 from ..common.numeric import NEG_INF
 
 
@@ -25,18 +24,18 @@ class Visible(NamedTuple):
 
 
 @cute.jit
-def visible_keys(
-    row: Int32, seqlens: tuple[Int32, Int32], mask: cutlass.Constexpr[Mask], bounds: WindowBounds
-) -> Visible:
+def visible_keys(row: Int32, seqlens: tuple[Int32, Int32], mask: cutlass.Constexpr[Mask], bounds: tuple) -> Visible:
+    """bounds: (left, right), None where the mask has none at run time."""
     seqlen_q, seqlen_k = seqlens
+    left, right = bounds
     first, end = None, seqlen_k
     if cutlass.const_expr(mask.right):
         sees = row + 1 + seqlen_k - seqlen_q
         if cutlass.const_expr(not mask.causal):
-            sees = sees + bounds.right
+            sees = sees + right
         end = cutlass.min(seqlen_k, sees)
     if cutlass.const_expr(mask.left):
-        first = row + seqlen_k - seqlen_q - bounds.left
+        first = row + seqlen_k - seqlen_q - left
     return Visible(first, end)
 
 

@@ -6,7 +6,7 @@ from cute_flash.spec.problem import BACKWARD, Problem
 from ..common.support import refuse_forward
 
 CAPABILITIES = ((10, 0), (10, 3))
-FEATURES = frozenset({"window", "softcap"})  # options beyond the plain call that are served
+FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
 
 
 def native(device: Device) -> bool:

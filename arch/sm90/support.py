@@ -6,7 +6,7 @@ from cute_flash.spec.problem import BACKWARD, Problem
 from ..common.support import refuse_forward
 
 CAPABILITY = (9, 0)
-FEATURES: frozenset[str] = frozenset()  # options beyond the plain call that are served
+FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
 
 
 def native(device: Device) -> bool:

@@ -79,6 +79,8 @@ def attend(
     splits: int | None,
     return_lse: bool = True,
     *,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     arch: str = ARCH,
     sms: int = SMS,
     **knobs,
@@ -97,7 +99,8 @@ def attend(
         enter(settings.override(cache_dir=None, backend=None, strict=False))
         emulation = enter(cute_flash.emulate(arch, **knobs))
         start = time.process_time()
-        result = cute_flash.attention(*inputs.qkv, causal=causal, return_lse=return_lse, backend=BACKENDS[arch])
+        options = {"causal": causal, "window": window, "softcap": softcap, "return_lse": return_lse}
+        result = cute_flash.attention(*inputs.qkv, **options, backend=BACKENDS[arch])
         seconds = time.process_time() - start - clock.seconds
         launches = list(emulation.launches)
     out, lse = result if return_lse else (result, None)
