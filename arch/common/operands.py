@@ -21,19 +21,20 @@ def _rows(dtype: type, sizes: tuple) -> cute.Tensor:
 
 
 def _partials(plan: Plan, rows: tuple) -> tuple[cute.Tensor, cute.Tensor]:
-    """O (splits, batch, heads_q, seqlen_q, width_v) and LSE (splits, batch, heads_q, seqlen_q) of a split plan."""
+    """O (splits, batch, heads_q, seqlen_q, width_v) and (maximum, total) (splits, batch, heads_q, seqlen_q, 2) of a
+    split plan."""
     sizes = (cute.sym_int(), *rows)
     o_strides = (*(cute.sym_int64(divisibility=4) for _ in range(4)), 1)
-    lse_strides = (*(cute.sym_int64() for _ in range(3)), 1)
+    state_strides = (*(cute.sym_int64() for _ in range(3)), 2, 1)
     return (
         make_fake_tensor(cutlass.Float32, (*sizes, plan.head_dim_v), o_strides, assumed_align=16),
-        make_fake_tensor(cutlass.Float32, sizes, lse_strides, assumed_align=4),
+        make_fake_tensor(cutlass.Float32, (*sizes, 2), state_strides, assumed_align=4),
     )
 
 
 def compile_forward(kernel: Callable[..., Any], plan: Plan, split: bool, options: str = ""):
-    """kernel(q, k, v, out, lse, scale, [left, right, softcap,] [o_partial, lse_partial,] stream), compiled to a TVM-FFI
-    function."""
+    """kernel(q, k, v, out, lse, scale[, left, right, softcap][, o_partial, state_partial], stream), compiled to a
+    TVM-FFI function."""
     dtype = DTYPES[plan.dtype]
     batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
     head_dim, head_dim_v = cute.sym_int(), cute.sym_int()

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from ..common.numeric import pack_fragment
+from ..common.numeric import mul_rn, pack_fragment
 from ..common.order import WorkTile
 from ..common.rowstate import RowState, log_sum_exp
 from .load import TmaSource
@@ -106,3 +106,12 @@ def store_lse(lse: cute.Tensor, state: RowState, work: WorkTile, row: Int32, sca
     rows = lse[work.batch, work.head, None]
     if row < rows.shape[0]:
         rows[row] = log_sum_exp(state.maximum[0], state.total[0], scale_log2)
+
+
+@cute.jit
+def store_state(partial: cute.Tensor, state: RowState, work: WorkTile, row: Int32, scale_log2: Float32):
+    """partial (batch, heads_q, seqlen_q, 2) float32, (maximum, total): what common/combine.py wants of a split."""
+    rows = partial[work.batch, work.head, None, None]
+    if row < rows.shape[0]:
+        rows[row, 0] = mul_rn(state.maximum[0], scale_log2)
+        rows[row, 1] = state.total[0]

@@ -23,7 +23,7 @@ from ..common.numeric import LOG2_E, fresh
 from ..common.order import Rounds, WorkTile, head_by_head, longest_first, rounds_of, tile_count
 from ..common.rowstate import inverse_total, make_row_state, reset
 from .correction import CorrectionContext, CorrectionState, correct_pair, correct_single, receive_factor
-from .epilogue import OutputRoom, await_stores, output_to_smem, store_lse, store_output, store_partial
+from .epilogue import OutputRoom, await_stores, output_to_smem, store_lse, store_output, store_partial, store_state
 from .load import LoadContext, TmaSource, load_tile, tile_copy
 from .mask import Visible, visible_keys
 from .memory import ForwardLayouts, ForwardShape, forward_layouts, forward_storage
@@ -74,8 +74,9 @@ class Softening(NamedTuple):
 class Results(NamedTuple):
     """What leaves without TMA."""
 
-    lse: cute.Tensor | None  # (batch, heads_q, seqlen_q), before it splits where keys are shared out
+    lse: cute.Tensor | None  # (batch, heads_q, seqlen_q)
     o_partial: cute.Tensor | None = None  # (splits, batch, heads_q, seqlen_q, width_v) float32
+    state_partial: cute.Tensor | None = None  # (splits, batch, heads_q, seqlen_q, 2) float32
 
 
 class Room(NamedTuple):
@@ -250,7 +251,7 @@ class ForwardSm100:
             self.correct(sources.o, room, results, sizes)
         else:
             cute.arch.setmaxregister_increase(schedule.softmax_registers)
-            self.softmax(room, results.lse, softening, sizes)
+            self.softmax(room, results, softening, sizes)
         cute.arch.sync_threads()
         if warp == schedule.mma_warp:
             cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
@@ -293,7 +294,7 @@ class ForwardSm100:
                 state = multiply_single(context, self.mmas, run.steps, state)
 
     @cute.jit
-    def softmax(self, room: Room, lse: cute.Tensor | None, softening: Softening, sizes: Sizes):
+    def softmax(self, room: Room, results: Results, softening: Softening, sizes: Sizes):
         query_tile = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_GROUP
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         slots = SoftmaxSlots(query_tile, query_tile, Int32(0), Int32(0))
@@ -316,9 +317,11 @@ class ForwardSm100:
             slots = self.attend(context, self._tiles(unit, query_tile, sizes), self._keys(unit, row, sizes), slots)
             send_factor(context, slots.factor_phase, inverse_total(state.total[0]))
             slots = SoftmaxSlots(slots.first, slots.s, slots.s_phase, slots.factor_phase ^ 1)
-            if cutlass.const_expr(lse is not None):
-                lses = lse if cutlass.const_expr(unit.split is None) else lse[unit.split, None, None, None]
-                store_lse(lses, state, unit.work, row, softening.scale_log2)
+            if cutlass.const_expr(results.state_partial is not None):
+                states = results.state_partial[unit.split, None, None, None, None]
+                store_state(states, state, unit.work, row, softening.scale_log2)
+            elif cutlass.const_expr(results.lse is not None):
+                store_lse(results.lse, state, unit.work, row, softening.scale_log2)
 
     @cute.jit
     def attend(self, context: SoftmaxContext, tiles: KeyTiles, keys: Visible, slots: SoftmaxSlots) -> SoftmaxSlots:
@@ -407,12 +410,12 @@ class SplitForwardSm100(ForwardSm100):
         lse: cute.Tensor | None,
         scale: Float32,
         o_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, width_v) float32
-        lse_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q) float32
+        state_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, 2) float32
         stream,
     ):
-        results = Results(lse_partial, o_partial)
+        results = Results(None, o_partial, state_partial)
         self.launch((q, k, v, o), results, Softening(scale * LOG2_E), (None, None), stream)
-        launch_combine(o_partial, lse_partial, o, lse, stream)
+        launch_combine(o_partial, state_partial, o, lse, stream)
 
 
 class BoundedForwardSm100(ForwardSm100):

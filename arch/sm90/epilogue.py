@@ -9,7 +9,7 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from ..common.numeric import pack_fragment
+from ..common.numeric import mul_rn, pack_fragment
 from ..common.order import WorkTile
 from ..common.rowstate import RowState, log_sum_exp
 from .load import TmaSource
@@ -91,6 +91,17 @@ def store_lse(lse: cute.Tensor, state: RowState, work: WorkTile, thread: Int32, 
         row = work.m_block * tile_m + first_row(thread) + 8 * r
         if thread % 4 == 0 and row < rows.shape[0]:
             rows[row] = log_sum_exp(state.maximum[r], state.total[r], scale_log2)
+
+
+@cute.jit
+def store_state(partial: cute.Tensor, state: RowState, work: WorkTile, thread: Int32, tile_m: int, scale_log2: Float32):
+    """partial (batch, heads_q, seqlen_q, 2) float32, (maximum, total): what common/combine.py wants of a split."""
+    rows = partial[work.batch, work.head, None, None]
+    for r in cutlass.range_constexpr(2):
+        row = work.m_block * tile_m + first_row(thread) + 8 * r
+        if thread % 4 == 0 and row < rows.shape[0]:
+            rows[row, 0] = mul_rn(state.maximum[r], scale_log2)
+            rows[row, 1] = state.total[r]
 
 
 @cute.jit

@@ -20,7 +20,7 @@ from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E, pack_fragment
 from ..common.order import WorkTile, head_by_head, longest_first, rounds_of, tile_count
 from ..common.rowstate import RowState, make_row_state, reset
-from .epilogue import OutputRoom, OutputShape, store_lse, store_output, store_partial, wait_output
+from .epilogue import OutputRoom, OutputShape, store_lse, store_output, store_partial, store_state, wait_output
 from .load import TmaSource, load_forward, tile_copy
 from .mask import mask_scores, mask_window
 from .memory import ForwardLayouts, forward_layouts, forward_storage
@@ -174,7 +174,7 @@ class ForwardSm90:
     def kernel(
         self,
         sources: Sources,
-        lse: cute.Tensor | None,  # (splits, batch, heads_q, seqlen_q) where keys are split
+        lse: cute.Tensor | None,  # where keys are split: state_partial (splits, batch, heads_q, seqlen_q, 2)
         o_partial: cute.Tensor | None,
         scale_log2: Float32,
         cap_factor: Float32 | None,
@@ -249,8 +249,8 @@ class ForwardSm90:
             q_state, k_state, v_state = self.attend(context, (q_state, k_state, v_state), unit)
             finish(frags.o, state)
             if cutlass.const_expr(o_partial is not None):
-                lses = lse[unit.split, None, None, None]
-                store_lse(lses, state, unit.work, thread, tile_m, context.scale_log2)
+                state_partial = lse[unit.split, None, None, None, None]
+                store_state(state_partial, state, unit.work, thread, tile_m, context.scale_log2)
                 partial = o_partial[unit.split, unit.work.batch, unit.work.head, None, None]
                 store_partial(frags.o, partial, thread, unit.row_start)
             else:
@@ -375,8 +375,8 @@ class SplitForwardSm90(ForwardSm90):
         lse: cute.Tensor | None,
         scale: Float32,
         o_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, width_v) float32
-        lse_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q) float32
+        state_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, 2) float32
         stream,
     ):
-        self.launch((q, k, v, o), lse_partial, o_partial, (scale, None, None, None), stream)
-        launch_combine(o_partial, lse_partial, o, lse, stream)
+        self.launch((q, k, v, o), state_partial, o_partial, (scale, None, None, None), stream)
+        launch_combine(o_partial, state_partial, o, lse, stream)

@@ -126,8 +126,8 @@ class Splitter:
         batch, seqlen_q, heads_q, _ = operands[0].shape
         rows = (splits, batch, heads_q, seqlen_q)
         o_partial = torch.empty((*rows, self.decision.plan.head_dim_v), dtype=torch.float32, device=self.device)
-        lse_partial = torch.empty(rows, dtype=torch.float32, device=self.device)
-        self.kernel(*operands, o_partial, lse_partial)
+        state_partial = torch.empty((*rows, 2), dtype=torch.float32, device=self.device)
+        self.kernel(*operands, o_partial, state_partial)
 
     def _compile(self) -> Kernel:
         backend, plan = self.decision.backend, self.plan

@@ -21,10 +21,10 @@ A backend may have a `caveat`, which `explain` shows beside its plans.
 
 A backend may offer a second forward for calls whose query tiles are too few to fill the GPU (see `split`):
 
-    kernel(q, k, v, out, lse, scale[, left, right, softcap], o_partial, lse_partial)
+    kernel(q, k, v, out, lse, scale[, left, right, softcap], o_partial, state_partial)
 
-o_partial   (splits, batch, heads_q, seqlen_q, Plan.head_dim_v) float32, scratch
-lse_partial (splits, batch, heads_q, seqlen_q) float32, scratch
+o_partial     (splits, batch, heads_q, seqlen_q, Plan.head_dim_v) float32, scratch
+state_partial (splits, batch, heads_q, seqlen_q, 2) float32, scratch: a row's maximum and total in each split
 
 lse is None where Plan.lse is False, dlse where Plan.lse_grad is False. The office never calls a kernel with an empty
 batch, head or sequence dimension, and hands over tensors that keep the backend's `row_alignment`.
