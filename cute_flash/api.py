@@ -53,7 +53,7 @@ def attention(
         window: (left, right): row i sees keys from left before its diagonal i + seqlen_k - seqlen_q to right after it,
             both ends included; None = unbounded, negative numbers are refused. Causal caps right at 0: a causal
             sliding window of n keys is (n - 1, 0). Another window never recompiles.
-        scale: multiplies the scores; default head_dim ** -0.5. Negative and 0 are computed right.
+        scale: multiplies the scores: a real number, 0 or from 2**-100 to 2**16 in magnitude; default head_dim ** -0.5.
         softcap: scores become softcap * tanh(scale * q k^T / softcap); None or 0 = none. Between 2**-16 and 2**10.
         return_lse: also return the natural-log LSE, float32 (float64 for float64), (batch, heads_q, seqlen_q).
         deterministic: gradients are bitwise repeatable. torch.use_deterministic_algorithms(True) implies it.
@@ -91,15 +91,15 @@ def attention(
         call is not None
         and batch == batch_k == batch_v and seqlen_k == seqlen_v and heads_k == heads_v and head_dim == head_dim_k
         and batch and seqlen_q and seqlen_k
-        and forward_ad._current_level < 0  # tangents are refused on the cold path
-        and not lazy
+        and not lazy and forward_ad._current_level < 0  # tangents are refused on the cold path
         and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
+        and type(causal) is type(return_lse) is type(deterministic) is bool  # 1.0 has True's hash, and is refused
     ):  # fmt: skip
-        numbers = (scale or call.scale, *bounds)
         try:
+            numbers = (scale or call.scale, *bounds)
             if grad:
-                return autograd.differentiable(q, k, v, numbers, call)
-            out, lse = call.forward(q, k, v, numbers, batch, seqlen_q)
+                return autograd.differentiable(q, k, v, (call, numbers, batch, seqlen_q, seqlen_k))
+            out, lse = call.forward(q, k, v, numbers, batch, seqlen_q, seqlen_k)
         except Exception:  # of k and v only shapes were looked at: the launch refuses another dtype, device or layout
             request.check_tensors(q, k, v)
             raise
@@ -131,10 +131,11 @@ def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None)
         if len(_warm) >= _WARM_MAX:
             _warm.clear()
         _warm[key] = call
-    _, bounds = request.bounds(options.causal, options.window, options.softcap)
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
     if call.grad:
-        return autograd.differentiable(q, k, v, (scale, *bounds), call)
-    out, lse = call.forward(q, k, v, (scale, *bounds), q.shape[0], q.shape[1])
+        return autograd.differentiable(q, k, v, (call, numbers, batch, seqlen_q, seqlen_k))
+    out, lse = call.forward(q, k, v, numbers, batch, seqlen_q, seqlen_k)
     return (out, lse) if options.return_lse else out
 
 

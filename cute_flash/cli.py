@@ -6,6 +6,7 @@ import multiprocessing
 import platform
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +28,58 @@ SWITCH = {"no": (False,), "yes": (True,), "both": (False, True)}
 DIRECTIONS = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 
 
+def _numbers(text: str, separator: str) -> tuple[int, ...]:
+    """Empty where one of the parts is no whole number."""
+    parts = text.split(separator)
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
+
+
 def _head_dims(text: str) -> tuple[int, int]:
     """ "128" or "192,128" (head_dim, head_dim_v)."""
-    parts = [int(part) for part in text.split(",")]
-    return parts[0], parts[-1]
+    numbers = _numbers(text, ",")
+    if len(numbers) not in (1, 2):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number (64) nor a pair head_dim,head_dim_v (192,128)")
+    return numbers[0], numbers[-1]
 
 
 def _capability(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")
-    return int(major), int(minor)
+    numbers = _numbers(text, ".")
+    if len(numbers) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a compute capability MAJOR.MINOR (9.0)")
+    return numbers[0], numbers[1]
+
+
+def _count(text: str) -> int:
+    numbers = _numbers(text, ",")
+    if len(numbers) != 1 or numbers[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return numbers[0]
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
     """ "1023,0" or "512,None" (left, right)."""
-    left, right = (None if part.strip() == "None" else int(part) for part in text.split(","))
-    return _checked(window=(left, right))[0]
+    try:
+        left, right = (None if part.strip() == "None" else int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a window LEFT,RIGHT (1023,0 or 512,None)") from None
+    _check(window=(left, right))
+    return left, right
 
 
 def _softcap(text: str) -> float:
-    return _checked(softcap=float(text))[1]
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    _check(softcap=value)
+    return value
 
 
-def _checked(window: Any = None, softcap: Any = None) -> tuple[Any, Any]:
+def _check(window: Any = None, softcap: Any = None) -> None:
     try:
         request.spell(False, window, softcap)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    return window, softcap
 
 
 def _problem(
@@ -109,8 +135,9 @@ def doctor(arguments: argparse.Namespace) -> int:
     print(f"{'settings':20} {settings.current}")
     for device in _devices():
         print(f"{'device':20} {device}")
-        for direction in (FORWARD, BACKWARD):
-            walk = _walk(_problem(device, "bfloat16", (128, 128), direction, request.Options(causal=True)))
+        options = request.Options(causal=True)
+        walks = [_walk(_problem(device, "bfloat16", (128, 128), each, options)) for each in (FORWARD, BACKWARD)]
+        for walk in dict.fromkeys(walks):  # a GPU too old for all is refused both ways in the same words
             print("\n".join(f"  {line}" for line in walk.splitlines()))
     return 0
 
@@ -122,23 +149,32 @@ def explain(arguments: argparse.Namespace) -> int:
     """The dispatcher's walk for a described call, on this machine's device or an imagined one."""
     device = device_facts.imagined(arguments.capability, "simulated") if arguments.capability else _devices()[0]
     options = request.spell(arguments.causal, arguments.window, arguments.softcap)
-    failed = 0
+    said, failed = [], 0
     for direction in DIRECTIONS[arguments.direction]:
         problem = _problem(device, arguments.dtype, arguments.head_dim, direction, options)
         try:
-            print(dispatch.choose(problem, arguments.backend))
+            said.append(str(dispatch.choose(problem, arguments.backend)))
         except UnsupportedError as refusal:
-            print(refusal)
+            said.append(str(refusal))
             failed = 1
+    print("\n".join(dict.fromkeys(said)))
     return failed
 
 
 # --------------------------------------------------------------------------------------------------------- warmup
 
 
+def _target(arch: str, sms: int | None) -> Device:
+    """The GPU to compile for: a plan counts its SMs. This machine's where it is of that architecture."""
+    capability = device_facts.ARCHES[arch]
+    here = (device for device in _devices() if device.capability == capability)
+    device = next(here, device_facts.imagined(capability, "simulated"))
+    return replace(device, sm_count=sms or device.sm_count)
+
+
 def _variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[str]]:
     """The plans to compile, and a sentence for each variant that has none to keep."""
-    device = device_facts.imagined(device_facts.ARCHES[arguments.arch], "simulated")
+    device = _target(arguments.arch, arguments.sms)
     plans: dict[Plan, Backend] = {}
     skipped = []
     masks, lses, directions = SWITCH[arguments.causal], SWITCH[arguments.lse], DIRECTIONS[arguments.direction]
@@ -151,10 +187,14 @@ def _variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[
         except UnsupportedError as refusal:
             skipped.append(str(refusal))
             continue
-        if decision.backend.exports:
-            plans[decision.plan] = decision.backend
-        else:
-            skipped.append(f"{problem}: {decision.backend.name} compiles at the first call, nothing to keep ahead")
+        backend = decision.backend
+        if not backend.exports:
+            skipped.append(f"{problem}: {backend.name} compiles at the first call, nothing to keep ahead")
+            continue
+        for split in SWITCH[arguments.split]:
+            plan = backend.split(decision.plan) if split else decision.plan
+            if plan is not None:
+                plans[plan] = backend
     return plans, skipped
 
 
@@ -169,7 +209,7 @@ def _warm(task: tuple[str, Plan]) -> tuple[str, bool]:
 
 
 def warmup(arguments: argparse.Namespace) -> int:
-    """Compile the listed variants into the disk cache; needs no GPU."""
+    """Compile the listed variants into the disk cache; needs no GPU. Each serves every batch, length and head count."""
     if settings.current.cache_dir is None:
         print("CUTE_FLASH_CACHE_DIR turns the disk cache off: nowhere to keep compiled kernels", file=sys.stderr)
         return 2
@@ -235,11 +275,15 @@ def parser() -> argparse.ArgumentParser:
     ahead.add_argument("--arch", choices=tuple(device_facts.ARCHES), default="sm_90a")
     ahead.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"])
     ahead.add_argument("--head-dim", nargs="+", type=_head_dims, default=[(64, 64), (128, 128)], metavar="D|D,DV")
-    ahead.add_argument("--causal", choices=SWITCH, default="both")
+    ahead.add_argument("--causal", choices=SWITCH, default="both", help="one query row of grouped heads runs as no")
     _add_bounds(ahead)
+    ahead.add_argument("--split", choices=SWITCH, default="both", help="kernels for few query rows over many keys")
     ahead.add_argument("--lse", choices=SWITCH, default="both", help="kernels that write LSE: training and return_lse")
     ahead.add_argument("--direction", choices=DIRECTIONS, default="both")
-    ahead.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
+    ahead.add_argument(
+        "--sms", type=_count, metavar="N", help="SMs of the GPU; default: this machine's, else the usual part's"
+    )
+    ahead.add_argument("--jobs", type=_count, default=1, metavar="N", help="processes that compile side by side")
     ahead.set_defaults(run=warmup)
 
     shelf = commands.add_parser("cache", help=cache.__doc__)

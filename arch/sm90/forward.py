@@ -315,7 +315,7 @@ class ForwardSm90:
             key_start = key_tile * self.tile.tile_n
             if cutlass.const_expr(self.windowed):
                 place = (row_start, key_start)
-                mask_window(scores, context.thread, place, context.seqlens, context.bounds, self.mask)
+                mask_window(scores, context.thread, place, context.seqlens, context.bounds, self.mask, self.tile)
             else:
                 mask_scores(scores, context.thread, row_start, key_start, context.seqlens, self.causal)
         softmax_step(scores, context.state, context.scale_log2, masked)

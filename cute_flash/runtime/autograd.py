@@ -9,6 +9,8 @@ from ..spec.errors import UnsupportedError
 from .launch import Call, Numbers
 from .request import FUNCTORCH
 
+Bound = tuple[Call, Numbers, int, int, int]  # call, numbers, batch, seqlen_q, seqlen_k
+
 
 class Once(torch.autograd.Function):
     """Gradients as functions of what they came from, so that differentiating them again meets this node, and raises.
@@ -39,13 +41,12 @@ def _zeros_like_expanded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(torch.autograd.Function):
-    """(q, k, v, (call, numbers)) -> out, or (out, lse) where the call returns it."""
+    """(q, k, v, bound) -> out, or (out, lse) where the call returns it."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bound: tuple[Call, Numbers]) -> Any:
-        call, numbers = ctx.bound = bound
-        batch, seqlen_q, _, _ = q.shape
-        out, lse = call.forward(q, k, v, numbers, batch, seqlen_q)
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bound: Bound) -> Any:
+        call, numbers, batch, seqlen_q, seqlen_k = ctx.bound = bound
+        out, lse = call.forward(q, k, v, numbers, batch, seqlen_q, seqlen_k)
         ctx.save_for_backward(q, k, v, out, lse)
         if not call.return_lse:
             return out
@@ -66,7 +67,7 @@ class Attention(torch.autograd.Function):
             dout = dout.resolve_neg()  # a lazy sign, which no kernel would see
             if dlse is not None:
                 dlse = dlse.resolve_neg().contiguous()
-            call, numbers = ctx.bound
+            call, numbers, *_ = ctx.bound
             backward = call.backwards(dlse is not None)
             grads = backward(dout, q, k, v, out, lse, dlse, *numbers)
             kept = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
@@ -80,10 +81,10 @@ _apply = super(torch.autograd.Function, Attention).apply
 _functorch_active = torch._C._are_functorch_transforms_active
 
 
-def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, call: Call) -> Any:
+def differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bound: Bound) -> Any:
     if _functorch_active():
         raise UnsupportedError(FUNCTORCH)
-    return _apply(q, k, v, (call, numbers))
+    return _apply(q, k, v, bound)
 
 
 class Empty(torch.autograd.Function):

@@ -11,20 +11,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..spec.errors import BackendBuildError
+from ..spec.errors import BackendBuildError, UnsupportedError
 from ..spec.mask import FULL
 from ..spec.problem import Problem
 from ..spec.splits import SplitRule, rule_of
 from . import compiler, dispatch, report
 from .dispatch import Decision
-from .request import Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
+from .request import FUNCTORCH, Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
 
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Numbers = tuple[float, ...]  # (scale,), or (scale, left, right, softcap) where the plan is not plain
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Numbers, int, int], Outputs]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Numbers, int, int, int], Outputs]
 Backward = Callable[..., Gradients]
+
+_functorch_active = torch._C._are_functorch_transforms_active
 
 
 @dataclass(frozen=True)
@@ -140,17 +142,16 @@ class Splitter:
 
 
 def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[..., None]:
-    """(batch, seqlen_q, operands) -> nothing; operands are (q, k, v, out, lse, *numbers)."""
+    """(batch, seqlen_q, seqlen_k, operands) -> nothing; operands are (q, k, v, out, lse, *numbers)."""
     few, rule = splitter.query_tiles_max, splitter.rule
     one_tile = rule.tile_n if rule else 0  # keys that cannot be shared out
     checks = splitter.decision.backend.exports  # TVM-FFI functions compare dtypes and devices themselves
 
-    def run(batch: int, seqlen_q: int, operands: tuple[Any, ...]) -> None:
+    def run(batch: int, seqlen_q: int, seqlen_k: int, operands: tuple[Any, ...]) -> None:
         if not checks:
             _check_like_q(*operands[:3])
-        if batch <= few and rule is not None:
-            seqlen_k = operands[1].shape[1]
-            splits = rule.count(batch, seqlen_q, seqlen_k) if seqlen_k > one_tile else 1
+        if batch <= few and seqlen_k > one_tile and rule is not None:
+            splits = rule.count(batch, seqlen_q, seqlen_k)
             if splits > 1:
                 splitter.launch(splits, operands)
                 return
@@ -165,7 +166,9 @@ def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[...
 
 
 def _check_like_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The warm path looks at q only; its caller says which of k and v is wrong."""
+    """The warm path looks at q only; its caller says what is wrong. Plain torch code would run under a transform."""
+    if _functorch_active():
+        raise UnsupportedError(FUNCTORCH)
     if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
         raise TypeError("q, k and v must have one dtype and one device")
 
@@ -187,14 +190,14 @@ class GroupRows:
         decision, kernel = ready(self.problem, self.forced, self.device)
         return bind_run(kernel, decision.backend.row_alignment, Splitter(decision, self.device))
 
-    def run(self, batch: int, operands: tuple[Any, ...]) -> None:
+    def run(self, batch: int, seqlen_k: int, operands: tuple[Any, ...]) -> None:
         """operands: (q, k, v, out, lse, *numbers) with seqlen_q = 1."""
         if self._run is None:
             self._run = self._bind()
         q, k, v, out, lse, *numbers = operands
         if lse is not None:
             lse = lse.view(batch, self.heads_kv, self.group)
-        self._run(batch, self.group, (self._as_rows(q), k, v, self._as_rows(out), lse, *numbers))
+        self._run(batch, self.group, seqlen_k, (self._as_rows(q), k, v, self._as_rows(out), lse, *numbers))
 
     def _as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, 1, heads_kv * group, width) seen as (batch, group, heads_kv, width)."""
@@ -248,29 +251,29 @@ def outputs_of(site: Site, tiled_v: int, has_lse: bool) -> Callable[[torch.Tenso
 def bind_forward(
     kernel: Kernel, site: Site, has_lse: bool, splitter: Splitter, rows: GroupRows | None = None
 ) -> Forward:
-    """(q, k, v, numbers, batch, seqlen_q) -> (out, lse). batch and seqlen_q are passed because the caller has them."""
+    """(q, k, v, numbers, batch, seqlen_q, seqlen_k) -> (out, lse). The caller has the sizes at hand already."""
     run = bind_run(kernel, site.alignment, splitter)
     tiled_v = _round_up(site.head_dim_v, site.unit)
     allocate = outputs_of(site, tiled_v, has_lse)
 
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, batch: int, seqlen_q: int
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, batch: int, seqlen_q: int, seqlen_k: int
     ) -> Outputs:
-        out, lse = allocate(q, batch, seqlen_q)
+        out, lse = outputs = allocate(q, batch, seqlen_q)
         if seqlen_q == 1 and rows is not None:
-            rows.run(batch, (q, k, v, out, lse, *numbers))
+            rows.run(batch, seqlen_k, (q, k, v, out, lse, *numbers))
         else:
-            run(batch, seqlen_q, (q, k, v, out, lse, *numbers))
-        return out, lse
+            run(batch, seqlen_q, seqlen_k, (q, k, v, out, lse, *numbers))
+        return outputs
 
     pad, pad_v = _round_up(site.head_dim, site.unit) - site.head_dim, tiled_v - site.head_dim_v
     if not pad and not pad_v:
         return forward
 
     def padded(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, batch: int, seqlen_q: int
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, batch: int, seqlen_q: int, seqlen_k: int
     ) -> Outputs:
-        out, lse = forward(_pad(q, pad), _pad(k, pad), _pad(v, pad_v), numbers, batch, seqlen_q)
+        out, lse = forward(_pad(q, pad), _pad(k, pad), _pad(v, pad_v), numbers, batch, seqlen_q, seqlen_k)
         return _unpad(out, pad_v), lse
 
     return padded

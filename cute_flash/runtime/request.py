@@ -20,7 +20,7 @@ HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
 # Below, scale * log2(e) leaves float32's normal range. Above, ordinary scores times scale pass 2^28, where half an ulp
 # of the product no longer fits the exponent of a probability.
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**16
-# Kernels form softcap * (1 - 2 / (1 + exp(2 x))), about softcap * 2^-23 off: 1e-4 of a score at the upper limit.
+# Kernels form softcap * (1 - 2 / (1 + exp(2 x))), up to 1.9e-7 softcap off: 2e-4 of a score at the upper limit.
 SOFTCAP_MIN, SOFTCAP_MAX = 2.0**-16, 2.0**10
 BOUND_MAX = 2**30  # a window's bound beyond it is taken as it: no sequence is that long, and sums stay within 32 bits
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -98,9 +98,12 @@ def _check_softcap(softcap: Any) -> float | None:
         return None
     if isinstance(softcap, (torch.Tensor, bool)) or not isinstance(softcap, numbers.Real):
         raise TypeError(f"softcap must be a Python number or None, got {type(softcap).__name__}")
-    value = float(softcap)
-    if value and not SOFTCAP_MIN <= value <= SOFTCAP_MAX:
-        raise ValueError(f"softcap={value}: a softcap is 0 or None for none, or between 2**-16 and 2**10")
+    try:
+        value = float(softcap)
+    except OverflowError:  # an int or a Fraction beyond float64
+        value = math.inf
+    if softcap != 0 and not SOFTCAP_MIN <= value <= SOFTCAP_MAX:
+        raise ValueError(f"softcap={_spelled(softcap, value)}: a softcap is None, 0 or from 2**-16 to 2**10")
     return value or None
 
 
@@ -126,16 +129,28 @@ def bounds(causal: Any, window: Any, softcap: Any) -> tuple[Kind, tuple[float, .
 
 
 def _check_scale(scale: Any) -> float | None:
+    """A tensor is refused: reading it would wait for the GPU."""
     if scale is None:
         return None
-    if isinstance(scale, torch.Tensor) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale must be a Python number or None, got {type(scale).__name__}")
-    value = float(scale)
-    if not math.isfinite(value):
-        raise ValueError(f"scale={value} is not finite")
-    if value and not SCALE_MIN <= abs(value) <= SCALE_MAX:
-        raise ValueError(f"scale={value}: |scale| must be 0 or between 2**-100 and 2**16")
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale must be a real number (Python's or NumPy's) or None, got {type(scale).__name__}")
+    try:
+        value = float(scale)
+    except OverflowError:  # an int or a Fraction beyond float64
+        value = math.inf
+    if scale != 0 and not SCALE_MIN <= abs(value) <= SCALE_MAX:  # scale != 0: a tiny Fraction rounds to 0.0
+        raise ValueError(f"scale={_spelled(scale, value)}: a scale is finite, and |scale| 0 or from 2**-100 to 2**16")
     return value
+
+
+def _spelled(given: Any, value: float) -> str:
+    """`value`, unless rounding to float64 lost the number: then its size. Its digits may be too many for str()."""
+    if math.isfinite(value) and value != 0:
+        return str(value)
+    if not isinstance(given, numbers.Rational):
+        return str(given)
+    log2 = int(given.numerator).bit_length() - int(given.denominator).bit_length()
+    return f"about {'-' if given < 0 else ''}2**{log2}"
 
 
 FUNCTORCH = "torch.func transforms (vmap, grad, jvp, ...) of attention are not built yet: call it on plain tensors"

@@ -85,9 +85,32 @@ def refresh() -> Settings:
     return current
 
 
+def _check_field(name: str, value: Any) -> None:
+    """The rules of read() once more: what breaks one would be met much later, as a KeyError or a StopIteration."""
+    if name in ("backend", "emulate") and value is not None:
+        _choice(name, value, BACKEND_NAMES if name == "backend" else EMULATED_ARCHES)
+    elif name == "log":
+        if not isinstance(value, frozenset):
+            raise TypeError(f"log={value!r} is not a frozenset of topics: {', '.join(LOG_TOPICS)}")
+        for topic in value:
+            _choice(name, topic, LOG_TOPICS)
+    elif name == "strict" and not isinstance(value, bool):
+        raise TypeError(f"strict={value!r} is not True or False")
+    elif name == "cache_dir" and value is not None and not isinstance(value, Path):
+        raise TypeError(f"cache_dir={value!r} is not a pathlib.Path or None")
+
+
 @contextlib.contextmanager
 def override(**fields: Any) -> Iterator[Settings]:
-    """Settings with some fields replaced, for the length of a `with` block."""
+    """Settings with some fields replaced, for the length of a `with` block.
+
+    What is no setting, or a value outside its rule, raises TypeError or ValueError naming both, and changes nothing.
+    """
+    known = tuple(Settings.__dataclass_fields__)
+    for name, value in fields.items():
+        if name not in known:
+            raise TypeError(f"{name}= is not a setting: the settings are {', '.join(known)}")
+        _check_field(name, value)
     before = current
     _set(replace(before, **fields))
     try:

@@ -83,6 +83,7 @@ def attend(
     softcap: float | None = None,
     arch: str = ARCH,
     sms: int = SMS,
+    scale: float | None = None,
     **knobs,
 ) -> Answer:
     """attention() of CPU tensors on the own kernel of a GPU with `sms` SMs.
@@ -99,8 +100,8 @@ def attend(
         enter(settings.override(cache_dir=None, backend=None, strict=False))
         emulation = enter(cute_flash.emulate(arch, **knobs))
         start = time.process_time()
-        options = {"causal": causal, "window": window, "softcap": softcap, "return_lse": return_lse}
-        result = cute_flash.attention(*inputs.qkv, **options, backend=BACKENDS[arch])
+        options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
+        result = cute_flash.attention(*inputs.qkv, **options, return_lse=return_lse, backend=BACKENDS[arch])
         seconds = time.process_time() - start - clock.seconds
         launches = list(emulation.launches)
     out, lse = result if return_lse else (result, None)

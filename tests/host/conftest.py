@@ -1,5 +1,7 @@
 """Fixtures of the office's tests: every test starts with an empty memory and nothing said, and keeps its own cache."""
 
+from dataclasses import replace
+
 import pytest
 
 import cute_flash.arch as arch
@@ -38,10 +40,10 @@ def backends(monkeypatch):
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Pretend that CPU tensors lie on a GPU of some capability: simulated((9, 0))."""
+    """Pretend that CPU tensors lie on a GPU of some capability: simulated((9, 0)), simulated((9, 0), sm_count=78)."""
 
-    def install(capability):
-        device = device_facts.imagined(capability, "simulated")
+    def install(capability, **facts):
+        device = replace(device_facts.imagined(capability, "simulated"), **facts)
         monkeypatch.setattr(device_facts, "describe", lambda _: device)
         return device
 

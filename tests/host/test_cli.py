@@ -1,14 +1,19 @@
 """python -m cute_flash: what each command prints and returns."""
 
+import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import cute_flash.arch as arch
 from cute_flash import cli
-from cute_flash.runtime import compiler
+from cute_flash.runtime import compiler, request
+from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
+from cute_flash.spec.problem import BACKWARD, FORWARD
 
 from ..fakes import FakeBackend, HostDslBackend
 
@@ -52,6 +57,38 @@ def test_explain_fails_aloud(capsys):
     assert "'sm90' was asked for" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["explain", "--capability", "75"],
+            "argument --capability: '75' is not a compute capability MAJOR.MINOR (9.0)",
+        ),
+        (["explain", "--capability", "9.x"], "'9.x' is not a compute capability"),
+        (["explain", "--head-dim", "64,32,16"], "argument --head-dim: '64,32,16' is neither a number (64) nor a pair"),
+        (["warmup", "--head-dim", "64", "wide"], "'wide' is neither a number (64) nor a pair"),
+        (["explain", "--head-dim", "64,"], "'64,' is neither a number"),
+        (["warmup", "--jobs", "0"], "argument --jobs: '0' is not a whole number of at least 1"),
+        (["warmup", "--sms", "13.2"], "argument --sms: '13.2' is not a whole number of at least 1"),
+    ],
+    ids=lambda each: each[-1] if isinstance(each, list) else "",
+)
+def test_a_malformed_value_is_refused_with_the_rule(words, sentence, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2 and sentence in said and "invalid _" not in said
+
+
+def test_a_gpu_too_old_for_all_is_refused_once(simulated, capsys):
+    sentence = "compute capability 7.5 (simulated 7.5) is below the minimum of 8.0"
+    assert cli.main(["explain", "--capability", "7.5"]) == 1
+    assert capsys.readouterr().out.count(sentence) == 1
+    simulated((7, 5))
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.count(sentence) == 1
+
+
 def test_warmup_fills_the_cache_that_the_call_then_finds(backends, capsys):
     (backend,) = backends(HostDslBackend())
     command = ["warmup", "--head-dim", "64", "--direction", "forward", "--lse", "no", "--causal", "no"]
@@ -77,6 +114,39 @@ def test_warmup_covers_the_grid_it_is_given(backends):
     plans, skipped = cli._variants(arguments)
     forward = [plan for plan in plans if plan.direction == "forward"]
     assert len(forward) == 2 * 2 * 2 * 2 and len(plans) == len(forward) + 2 * 2 * 2 and skipped == []
+
+
+def test_warmup_compiles_what_few_query_rows_run_too():
+    command = ["warmup", "--head-dim", "64", "--direction", "forward", "--lse", "no", "--causal", "no"]
+
+    def variants(*more):
+        plans, _ = cli._variants(cli.parser().parse_args([*command, *more]))
+        return [plan.variant for plan in plans]
+
+    assert variants() == ["", "split"] and variants("--split", "no") == [""] and variants("--split", "yes") == ["split"]
+
+
+def test_warmup_counts_the_multiprocessors_of_the_gpu_it_compiles_for(simulated):
+    """The count is in the plan: a kernel of another count is never found."""
+
+    def counts(*more):
+        plans, _ = cli._variants(cli.parser().parse_args(["warmup", *more]))
+        return {plan.ctas for plan in plans}
+
+    assert counts() == {132} and counts("--sms", "114") == {114}
+    here = simulated((9, 0), sm_count=78)
+    assert counts() == {here.sm_count} == {78} and counts("--sms", "114") == {114}
+
+
+@pytest.mark.parametrize("backend", arch.BACKENDS, ids=lambda backend: backend.name)
+def test_no_plan_depends_on_head_counts(backend):
+    """Why the commands have no option for them."""
+    device = device_facts.imagined({"sm90": (9, 0), "sm100": (10, 0)}.get(backend.name, (8, 0)), "simulated")
+    for dims, direction in itertools.product(((64, 64), (128, 128), (192, 128), (256, 256)), (FORWARD, BACKWARD)):
+        problem = cli._problem(device, "bfloat16", dims, direction, request.Options(causal=True))
+        if not backend.refuse(problem):
+            heads = [replace(problem, heads_q=q, heads_kv=kv) for q, kv in ((1, 1), (64, 8), (7, 1), (128, 128))]
+            assert {backend.plan(each) for each in heads} == {backend.plan(problem)}
 
 
 def test_warmup_says_what_it_skips(backends, capsys):

@@ -359,6 +359,13 @@ def test_what_the_rules_allow():
             assert list(check(Source(path, text))) == [], path
 
 
+def test_contributing_names_every_script_and_no_other():
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("\n## Scripts\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    files = {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()}
+    assert {name for row in rows for name in re.findall(r"`([^`]+)`", row)} == files
+
+
 def test_every_package_is_packed():
     """A folder missing from pyproject's list is missing from the wheel."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

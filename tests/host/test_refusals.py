@@ -1,7 +1,11 @@
 """What attention and explain refuse, each in one sentence that names the value and the rule."""
 
 import math
+import re
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,7 +78,7 @@ def test_a_bad_call_after_a_good_one_is_still_refused():
     for bad in ((q[:1], k, v), (q, k[:, :3], v), (q, k, v[:1])):
         with pytest.raises(ValueError, match="must have one"):
             attention(*bad)
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="scale=nan: a scale is finite"):
         attention(q, k, v, scale=math.nan)
 
 
@@ -110,7 +114,7 @@ def test_options_that_ask_for_nothing_are_taken(neutral):
 @pytest.mark.parametrize("softcap", [-1.0, math.nan, math.inf, 2.0**-17, 1025], ids=str)
 def test_a_softcap_that_cannot_be_computed_right_is_refused(softcap):
     for call in (attention, explain):
-        with pytest.raises(ValueError, match=r"softcap=.*0 or None for none, or between 2\*\*-16 and 2\*\*10"):
+        with pytest.raises(ValueError, match=r"softcap=.*a softcap is None, 0 or from 2\*\*-16 to 2\*\*10"):
             call(*inputs(), softcap=softcap)
 
 
@@ -166,16 +170,46 @@ def test_arguments_of_other_libraries_are_refused_by_name(name, error, words):
             call(q, k, v, **{name: torch.zeros(5, 7)})
 
 
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 2.0**61, -(2.0**61), 2.0**-101, -(2.0**-101)])
-def test_scales_that_cannot_be_computed_right_are_refused(scale):
-    with pytest.raises(ValueError, match="scale="):
+@pytest.mark.parametrize(
+    ("scale", "value"),
+    [
+        *((x, str(x)) for x in (math.nan, math.inf, -math.inf, 2.0**61, -(2.0**61), 2.0**-101, -(2.0**-101))),
+        (10**400, "about 2**1328"),
+        (-(10**5000), "about -2**16609"),  # more digits than str() takes
+        (Fraction(1, 10**400), "about 2**-1328"),  # 0 as a float
+        (Fraction(10**5000, 3), "about 2**16608"),
+        (Fraction(2**80 + 1, 2**20), str(2.0**60)),
+        (np.float32(1e-40), str(float(np.float32(1e-40)))),
+        (np.float16(math.inf), "inf"),
+        (np.int64(65537), "65537.0"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
+)
+def test_scales_that_cannot_be_computed_right_are_refused(scale, value):
+    q, k, v = inputs()
+    attention(q, k, v)  # a warm call refuses them too
+    words = re.escape(f"scale={value}: a scale is finite, and |scale| 0 or from 2**-100 to 2**16")
+    for call in (attention, explain):
+        with pytest.raises(ValueError, match=f"^{words}$"):
+            call(q, k, v, scale=scale)
+
+
+@pytest.mark.parametrize(
+    "scale", ["0.5", torch.tensor(0.5), np.array(0.5), np.bool_(True), 1j, Decimal(1), True], ids=repr
+)
+def test_a_scale_is_a_real_number(scale):
+    name = type(scale).__name__
+    with pytest.raises(TypeError, match=rf"^scale must be a real number \(Python's or NumPy's\) or None, got {name}$"):
         attention(*inputs(), scale=scale)
 
 
-@pytest.mark.parametrize("scale", ["0.5", torch.tensor(0.5), 1j], ids=repr)
-def test_a_scale_is_a_number(scale):
-    with pytest.raises(TypeError, match="scale must be a Python number"):
-        attention(*inputs(), scale=scale)
+@pytest.mark.parametrize(
+    "scale",
+    [np.float64(0.25), np.float32(0.25), np.float16(0.25), Fraction(1, 4), np.int8(1), 1, 0, 2.0**-100, 2.0**16],
+)
+def test_every_kind_of_real_number_is_a_scale(scale):
+    q, k, v = (torch.randn_like(t) for t in inputs())
+    assert torch.equal(attention(q, k, v, scale=scale), attention(q, k, v, scale=float(scale)))
 
 
 @pytest.mark.parametrize("name", ["causal", "return_lse", "deterministic"])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import cute_flash
 from cute_flash.spec import settings
 
 
@@ -54,6 +55,35 @@ def test_override_is_undone_and_moves_the_generation():
         raise RuntimeError
     assert settings.current == before
     assert settings.generation == generation + 2
+
+
+@pytest.mark.parametrize(
+    ("field", "error", "words"),
+    [
+        (
+            {"backends": "sm90"},
+            TypeError,
+            "backends= is not a setting: the settings are backend, log, strict, cache_dir",
+        ),
+        ({"backend": "sm9"}, ValueError, "backend='sm9' is not one of sm100, sm90, triton, reference"),
+        ({"emulate": "sm_90"}, ValueError, "emulate='sm_90' is not one of sm_90a, sm_100a, sm_103a"),
+        ({"log": frozenset({"dispach"})}, ValueError, "log='dispach' is not one of dispatch, compile"),
+        ({"log": "dispatch"}, TypeError, "log='dispatch' is not a frozenset of topics: dispatch, compile"),
+        ({"strict": "0"}, TypeError, "strict='0' is not True or False"),
+        ({"cache_dir": "/x"}, TypeError, "cache_dir='/x' is not a pathlib.Path or None"),
+    ],
+    ids=str,
+)
+def test_override_refuses_what_is_no_setting_and_changes_nothing(field, error, words):
+    before, generation = settings.current, settings.generation
+    with pytest.raises(error, match=words), settings.override(strict=True), settings.override(**field):
+        pass
+    assert settings.current == before and settings.generation == generation + 2
+
+
+def test_emulate_takes_the_architectures_that_are_known():
+    with pytest.raises(ValueError, match="emulate='sm_80' is not one of sm_90a"), cute_flash.emulate("sm_80"):
+        pass
 
 
 def test_refresh_reads_the_environment_again(monkeypatch):

@@ -1,10 +1,13 @@
 """The warm call: what it allocates, what it leaves out, and that it refuses what the first call of a kind refuses."""
 
+from decimal import Decimal
+
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_flash import attention
+from cute_flash import UnsupportedError, attention
 from cute_flash.spec.problem import Problem
 
 from ..fakes import FakeBackend, HostDslBackend
@@ -77,3 +80,28 @@ def test_a_warm_call_refuses_what_a_cold_one_refuses(backends, kernel, grad):
     with pytest.raises(TypeError, match="k must be a torch"):
         attention(q, k.detach().float().numpy(), v)
     attention(q, k, v)
+
+
+# What hashes and compares equal to a flag finds the warm call of that flag; what is falsy passes for False in an `or`.
+LIKE_A_FLAG = (1.0, 0.0, np.True_, np.float32(1), Decimal(1), 1 + 0j, None, "", [], ())
+
+
+@pytest.mark.parametrize("name", ["causal", "return_lse", "deterministic"])
+@pytest.mark.parametrize("value", LIKE_A_FLAG, ids=repr)
+def test_a_flag_stays_true_or_false_once_a_call_is_warm(backends, name, value):
+    backends(FakeBackend("sm90"))
+    inputs = qkv(False)
+    for flag in (False, True):
+        attention(*inputs, **{name: flag})
+    with pytest.raises(TypeError, match=f"^{name} must be True or False, got "):
+        attention(*inputs, **{name: value})
+    for integer in (0, 1):  # taken by the first call of a kind, so by every other
+        attention(*inputs, **{name: integer})
+
+
+def test_a_warm_call_under_a_transform_is_refused_by_plain_torch_code_too():
+    """Of the backends, `reference` would compute something under vmap."""
+    inputs = tuple(t.float() for t in qkv(False))
+    attention(*inputs)
+    with pytest.raises(UnsupportedError, match=r"torch\.func transforms"):
+        torch.vmap(attention)(*(t[None] for t in inputs))
