@@ -19,7 +19,7 @@ from cute_flash.spec.splits import SplitRule
 from ..cases import Inputs
 
 ARCH = "sm_90a"
-BACKENDS = {"sm_90a": "sm90", "sm_100a": "sm100"}
+BACKENDS = {"sm_90a": "sm90", "sm_100a": "sm100", "sm_103a": "sm100"}
 SMS = 132
 
 
