@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 import cute_flash
+from cute_flash.emulator.counters import Counters
 from cute_flash.runtime import compiler
 from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
@@ -18,7 +19,7 @@ from cute_flash.spec.splits import SplitRule
 from ..cases import Inputs
 
 ARCH = "sm_90a"
-BACKENDS = {"sm_90a": "sm90", "sm_100a": "sm100"}
+BACKENDS = {"sm_90a": "sm90", "sm_100a": "sm100", "sm_103a": "sm100"}
 SMS = 132
 
 
@@ -38,7 +39,7 @@ class Schedule:
 
 SCHEDULES = tuple(
     Schedule(mode, scheduler, seed)
-    for seed, scheduler in ((1, "random"), (2, "random"), (3, "priority"))
+    for seed, scheduler in ((1, "random"), (2, "random"), (3, "priority"), (4, "round_robin"))
     for mode in ("eager", "late", "random")
 )
 
@@ -50,7 +51,7 @@ class Answer:
     kernels: tuple[str, ...]  # names, in launch order
     steps: int  # warp instructions of all launches
     seconds: float  # of this processor, without compiling
-    tmem_written: int  # bytes that threads stored to tensor memory
+    counters: tuple[Counters, ...]  # of each launch
 
 
 def turn() -> int:
@@ -106,4 +107,4 @@ def attend(
         launches = list(emulation.launches)
     out, lse = result if return_lse else (result, None)
     names, steps = tuple(x["kernel"] for x in launches), sum(x["steps"] for x in launches)
-    return Answer(out, lse, names, steps, seconds, sum(x["counters"].tmem_written for x in launches))
+    return Answer(out, lse, names, steps, seconds, tuple(x["counters"] for x in launches))

@@ -61,6 +61,10 @@ FULL = (
     cell(256, (63, 81)),
     cell(256, (64, 241), values="falling"),  # tiles are visited from the last: maxima rise at each
     cell(64, (65, 129), dtype="float16"),
+    cell(64, (1, 300), heads=(2, 1)),  # one row a head: the group becomes rows of a tile
+    cell(80, (129, 256)),
+    cell(128, (200, 50)),
+    cell(128, (256, 192)),
 )
 CAUSAL = (
     cell(64, (129, 129)),
@@ -82,9 +86,13 @@ CAUSAL = (
     cell(256, (129, 65)),
     cell(256, (65, 193)),
     cell(128, (127, 129), dtype="float16"),
+    cell(64, (127, 129), heads=(3, 1)),
+    cell(128, (1, 300), heads=(2, 1)),
+    cell(128, (256, 192)),
+    cell((192, 128), (200, 50)),  # 150 rows see no key
 )
 SPLIT = (
-    cell(64, (1, 300), heads=(7, 1), splits=None, causal=True),  # one row a head: the group becomes rows of a tile
+    cell(64, (1, 300), heads=(7, 1), splits=None, causal=True),
     cell(64, (65, 257), splits=2),
     cell(128, (64, 385), splits=None),
     cell(128, (1, 193), heads=(8, 2), splits=None),
@@ -167,3 +175,4 @@ def test_the_table_in_the_tree_holds_every_run():
     names = {(row["shape"], row["mode"], row["scheduler"], int(row["seed"])) for row in rows}
     assert names == {(str(each), s.mode, s.scheduler, s.seed) for each in CELLS for s in SCHEDULES}
     assert all(float(row["lse_error"]) <= 1 and float(row["error"]) < 4e-3 for row in rows)
+    assert len({(row["date"], row["commit"]) for row in rows}) == 1 and not rows[0]["commit"].endswith("+")
