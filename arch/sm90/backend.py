@@ -37,7 +37,9 @@ class Sm90Backend:
             lse=problem.lse,
             softcap=softcap,
             ctas=problem.device.sm_count,
-            tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask), softcap),
+            tile=tiles.forward_tile(
+                problem.head_dim, problem.head_dim_v, str(problem.mask), problem.short and not softcap, softcap
+            ),
         )
 
     def split(self, plan: Plan) -> Plan | None:
