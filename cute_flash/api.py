@@ -40,7 +40,7 @@ def attention(
     backend: str | None = None,
     **unknown: Any,
 ) -> Any:
-    """Exact attention: softmax(scale * q k^T + mask) v, computed in tiles with memory linear in the sequence.
+    """Exact attention: softmax(scale * q k^T, masked) v, computed in tiles with memory linear in the sequence.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim).
@@ -50,12 +50,15 @@ def attention(
             expanded tensors too; what a kernel cannot read in place is copied, and `explain` says so.
         causal: row i sees keys j <= i + seqlen_k - seqlen_q (aligned bottom-right). A row that sees no key gives
             output 0, LSE -inf and zero gradients.
+        window: (left, right): row i sees keys from left before its diagonal i + seqlen_k - seqlen_q to right after it,
+            both ends included; None = unbounded, negative numbers are refused. Causal caps right at 0: a causal
+            sliding window of n keys is (n - 1, 0). Another window never recompiles.
         scale: multiplies the scores: a real number, 0 or from 2**-100 to 2**16 in magnitude; default head_dim ** -0.5.
+        softcap: scores become softcap * tanh(scale * q k^T / softcap); None or 0 = none. Between 2**-16 and 2**10.
         return_lse: also return the natural-log LSE, float32 (float64 for float64), (batch, heads_q, seqlen_q).
         deterministic: gradients are bitwise repeatable. torch.use_deterministic_algorithms(True) implies it.
         backend: "sm90", "sm100", "triton" or "reference": use this one or raise. Default: the best that can.
-        window, softcap, sink, alibi_slopes, score_mod, mask_mod, block_mask: not built yet; anything but None
-            (or softcap=0) is refused.
+        sink, alibi_slopes, score_mod, mask_mod, block_mask: not built yet; anything but None is refused.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v), contiguous, in q's dtype; or (out, lse) with return_lse=True.
@@ -67,8 +70,9 @@ def attention(
         BackendBuildError: a kernel failed to compile.
     """
     key, call = None, None
-    if window is softcap is sink is alibi_slopes is score_mod is mask_mod is block_mask is None and not unknown:
+    if sink is alibi_slopes is score_mod is mask_mod is block_mask is None and not unknown:
         try:
+            kind, bounds = (causal, ()) if window is softcap is None else request.bounds(causal, window, softcap)
             batch, seqlen_q, heads_q, head_dim = q.shape
             batch_k, seqlen_k, heads_k, head_dim_k = k.shape
             batch_v, seqlen_v, heads_v, head_dim_v = v.shape
@@ -77,26 +81,25 @@ def attention(
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             key = (
                 dtype, q.device, heads_q, heads_k, head_dim, head_dim_v,
-                causal, return_lse, deterministic or _torch_deterministic(), grad,
+                kind, return_lse, deterministic or _torch_deterministic(), grad,
                 backend, settings.generation, dtype is not _float32 or request.ieee_float32(dtype),
             )  # fmt: skip
             call = _warm.get(key)
         except (AttributeError, TypeError, ValueError):
-            key = None  # not three 4-D tensors, or an unhashable option: the cold path says what is wrong
+            key = None  # not three 4-D tensors, or a bad or unhashable option: the cold path says what is wrong
     if (
         call is not None
         and batch == batch_k == batch_v and seqlen_k == seqlen_v and heads_k == heads_v and head_dim == head_dim_k
         and batch and seqlen_q and seqlen_k
-        and forward_ad._current_level < 0  # tangents are refused on the cold path
-        and not lazy
+        and not lazy and forward_ad._current_level < 0  # tangents are refused on the cold path
         and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
-        and (causal is False or causal is True) and (return_lse is False or return_lse is True)
-        and (deterministic is False or deterministic is True)  # 1.0 has True's hash: the cold path refuses it
+        and type(causal) is type(return_lse) is type(deterministic) is bool  # 1.0 has True's hash, and is refused
     ):  # fmt: skip
         try:
+            numbers = (scale or call.scale, *bounds)
             if grad:
-                return autograd.differentiable(q, k, v, (call, scale or call.scale, batch, seqlen_q, seqlen_k))
-            out, lse = call.forward(q, k, v, scale or call.scale, batch, seqlen_q, seqlen_k)
+                return autograd.differentiable(q, k, v, (call, numbers, batch, seqlen_q, seqlen_k))
+            out, lse = call.forward(q, k, v, numbers, batch, seqlen_q, seqlen_k)
         except Exception:  # of k and v only shapes were looked at: the launch refuses another dtype, device or layout
             request.check_tensors(q, k, v)
             raise
@@ -113,7 +116,7 @@ def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None)
     """The first call of a kind, and every call that is out of the ordinary: checked in full, then as the warm path."""
     request.check_tensors(q, k, v)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    if key is None:  # an option was spelled in another way (softcap=0): once more, in the plain spelling
+    if key is None:  # an option was spelled in another way (attn_mask=None): once more, in the plain spelling
         return attention(q, k, v, **vars(options))
     for sentence in request.scale_copy(options.scale):
         report.say("dispatch", sentence)
@@ -129,9 +132,10 @@ def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None)
             _warm.clear()
         _warm[key] = call
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
     if call.grad:
-        return autograd.differentiable(q, k, v, (call, scale, batch, seqlen_q, seqlen_k))
-    out, lse = call.forward(q, k, v, scale, batch, seqlen_q, seqlen_k)
+        return autograd.differentiable(q, k, v, (call, numbers, batch, seqlen_q, seqlen_k))
+    out, lse = call.forward(q, k, v, numbers, batch, seqlen_q, seqlen_k)
     return (out, lse) if options.return_lse else out
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,6 @@ from .spec import settings
 from .spec.backend import Backend
 from .spec.device import Device
 from .spec.errors import UnsupportedError
-from .spec.mask import CAUSAL, FULL
 from .spec.plan import Plan
 from .spec.problem import BACKWARD, FORWARD, Problem
 
@@ -56,12 +56,39 @@ def _count(text: str) -> int:
     return numbers[0]
 
 
+def _window(text: str) -> tuple[int | None, int | None]:
+    """ "1023,0" or "512,None" (left, right)."""
+    try:
+        left, right = (None if part.strip() == "None" else int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a window LEFT,RIGHT (1023,0 or 512,None)") from None
+    _check(window=(left, right))
+    return left, right
+
+
+def _softcap(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    _check(softcap=value)
+    return value
+
+
+def _check(window: Any = None, softcap: Any = None) -> None:
+    try:
+        request.spell(False, window, softcap)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _problem(
-    device: Device, dtype: str, dims: tuple[int, int], direction: str, causal: bool, lse: bool = False
+    device: Device, dtype: str, dims: tuple[int, int], direction: str, options: request.Options, lse: bool = False
 ) -> Problem:
-    mask = CAUSAL if causal else FULL
-    lse = lse or direction == BACKWARD
-    return Problem(direction, device, dtype, dims[0], dims[1], heads_q=8, heads_kv=8, mask=mask, lse=lse)
+    return Problem(
+        direction, device, dtype, dims[0], dims[1], heads_q=8, heads_kv=8, mask=options.mask,
+        lse=lse or direction == BACKWARD, features=options.features,
+    )  # fmt: skip
 
 
 def _devices() -> list[Device]:
@@ -108,7 +135,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     print(f"{'settings':20} {settings.current}")
     for device in _devices():
         print(f"{'device':20} {device}")
-        walks = [_walk(_problem(device, "bfloat16", (128, 128), each, causal=True)) for each in (FORWARD, BACKWARD)]
+        options = request.Options(causal=True)
+        walks = [_walk(_problem(device, "bfloat16", (128, 128), each, options)) for each in (FORWARD, BACKWARD)]
         for walk in dict.fromkeys(walks):  # a GPU too old for all is refused both ways in the same words
             print("\n".join(f"  {line}" for line in walk.splitlines()))
     return 0
@@ -120,9 +148,10 @@ def doctor(arguments: argparse.Namespace) -> int:
 def explain(arguments: argparse.Namespace) -> int:
     """The dispatcher's walk for a described call, on this machine's device or an imagined one."""
     device = device_facts.imagined(arguments.capability, "simulated") if arguments.capability else _devices()[0]
+    options = request.spell(arguments.causal, arguments.window, arguments.softcap)
     said, failed = [], 0
     for direction in DIRECTIONS[arguments.direction]:
-        problem = _problem(device, arguments.dtype, arguments.head_dim, direction, arguments.causal)
+        problem = _problem(device, arguments.dtype, arguments.head_dim, direction, options)
         try:
             said.append(str(dispatch.choose(problem, arguments.backend)))
         except UnsupportedError as refusal:
@@ -151,7 +180,8 @@ def _variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[
     masks, lses, directions = SWITCH[arguments.causal], SWITCH[arguments.lse], DIRECTIONS[arguments.direction]
     grid = itertools.product(arguments.dtype, arguments.head_dim, directions, masks, lses)
     for dtype, dims, direction, causal, lse in grid:
-        problem = _problem(device, dtype, dims, direction, causal, lse)
+        options = request.spell(causal, arguments.window, arguments.softcap)
+        problem = _problem(device, dtype, dims, direction, options, lse)
         try:
             decision = dispatch.choose(problem)
         except UnsupportedError as refusal:
@@ -220,6 +250,11 @@ def cache(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_bounds(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--window", type=_window, metavar="L,R", help="such as 1023,0 or 512,None; one kernel for all")
+    command.add_argument("--softcap", type=_softcap, metavar="C", help="one kernel for all values above 0")
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m cute_flash", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="doctor|explain|warmup|cache")
@@ -230,6 +265,7 @@ def parser() -> argparse.ArgumentParser:
     walk.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     walk.add_argument("--head-dim", type=_head_dims, default=(128, 128), metavar="D|D,DV")
     walk.add_argument("--causal", action="store_true")
+    _add_bounds(walk)
     walk.add_argument("--direction", choices=DIRECTIONS, default="both")
     walk.add_argument("--backend", choices=dispatch.backend_names())
     walk.add_argument("--capability", type=_capability, metavar="9.0", help="of an imagined GPU; default: this machine")
@@ -240,6 +276,7 @@ def parser() -> argparse.ArgumentParser:
     ahead.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16"])
     ahead.add_argument("--head-dim", nargs="+", type=_head_dims, default=[(64, 64), (128, 128)], metavar="D|D,DV")
     ahead.add_argument("--causal", choices=SWITCH, default="both", help="one query row of grouped heads runs as no")
+    _add_bounds(ahead)
     ahead.add_argument("--split", choices=SWITCH, default="both", help="kernels for few query rows over many keys")
     ahead.add_argument("--lse", choices=SWITCH, default="both", help="kernels that write LSE: training and return_lse")
     ahead.add_argument("--direction", choices=DIRECTIONS, default="both")

@@ -84,6 +84,7 @@ def ours(backend: str | None, deterministic: bool = False) -> Callable[[Point, t
         named = backend or _own_backend(point, device)
         chosen: dict[str, object] = {"backend": named} if named else {}
         chosen |= {"deterministic": True} if deterministic else {}
+        chosen |= {} if point.left is None else {"window": (point.left, 0)}
         return functools.partial(package.attention, causal=point.causal, **chosen)
 
     return build
@@ -107,6 +108,8 @@ def fa3(point: Point, device: torch.device) -> Attend:
         raise Unavailable("this build is forward only")
     if point.dtype != "bf16":
         raise Unavailable(f"this build has no {point.dtype} kernels")
+    if point.left is not None:
+        raise Unavailable("this build has no windows")
     return functools.partial(_import("fa3_fwd_interface").flash_attn_func, causal=point.causal)
 
 
@@ -115,7 +118,8 @@ def fa4(point: Point, device: torch.device) -> Attend:
     _need_cuda(device)
     if point.dtype not in ("bf16", "fp16"):
         raise Unavailable(f"it has no {point.dtype} kernels")
-    flash = functools.partial(_import("flash_attn.cute").flash_attn_func, causal=point.causal)
+    window = (None, None) if point.left is None else (point.left, 0)
+    flash = functools.partial(_import("flash_attn.cute").flash_attn_func, causal=point.causal, window_size=window)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash(q, k, v)[0]
@@ -125,6 +129,8 @@ def fa4(point: Point, device: torch.device) -> Attend:
 
 def sdpa(point: Point, device: torch.device) -> Attend:
     """torch's scaled_dot_product_attention; the contestant's context picks the backend."""
+    if point.left is not None:
+        raise Unavailable("SDPA's fused kernels take no window")
     call = torch.nn.functional.scaled_dot_product_attention
     if not point.causal or point.seqlen_q == point.seqlen_k:
         options: dict[str, object] = {"is_causal": point.causal}
@@ -144,17 +150,21 @@ def cudnn(point: Point, device: torch.device) -> Attend:
 
 
 def flex(point: Point, device: torch.device) -> Attend:
-    """FlexAttention, compiled for the point's shape with a block mask for causal (eager, so dense, off CUDA)."""
+    """FlexAttention, compiled for the point's shape, with a block mask where keys are hidden (dense off CUDA)."""
     module = _import("torch.nn.attention.flex_attention")
     shift = point.seqlen_k - point.seqlen_q
 
     def causal(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return key <= row + shift
 
+    def sliding(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (key <= row + shift) & (key >= row + shift - (point.left or 0))
+
     options: dict[str, object] = {"enable_gqa": True} if point.heads_q != point.heads_kv else {}
     if point.causal:
         lengths = (point.seqlen_q, point.seqlen_k)
-        options["block_mask"] = module.create_block_mask(causal, None, None, *lengths, device=device)
+        rule = causal if point.left is None else sliding
+        options["block_mask"] = module.create_block_mask(rule, None, None, *lengths, device=device)
     if device.type != "cuda":
         return functools.partial(module.flex_attention, **options)
     _prepare_compiler()

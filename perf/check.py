@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,25 +58,34 @@ def _row_chunks(heads: int, seqlen_q: int, seqlen_k: int, bytes_each: int) -> It
         yield slice(start, min(start + rows, seqlen_q))
 
 
-def _probabilities(q: Tensor, k: Tensor, rows: slice, causal_shift: int | None, scale: float) -> tuple[Tensor, Tensor]:
-    """P and LSE of some query rows; a row with no key has P = 0 and LSE = -inf. causal_shift = seqlen_k - seqlen_q."""
+class Band(NamedTuple):
+    """Keys a row sees: from left before its diagonal (None: from the first) to the diagonal where causal."""
+
+    causal: bool
+    left: int | None = None
+
+
+def _probabilities(q: Tensor, k: Tensor, rows: slice, band: Band, shift: int, scale: float) -> tuple[Tensor, Tensor]:
+    """P and LSE of some query rows; a row with no key has P = 0 and LSE = -inf. shift = seqlen_k - seqlen_q."""
     scores = torch.matmul(q[:, rows], k.transpose(1, 2)) * scale
-    if causal_shift is not None:
-        row = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-        scores.masked_fill_(torch.arange(k.shape[1], device=q.device)[None, :] > row + causal_shift, float("-inf"))
+    diagonal = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + shift
+    key = torch.arange(k.shape[1], device=q.device)[None, :]
+    if band.causal:
+        scores.masked_fill_(key > diagonal, float("-inf"))
+    if band.left is not None:
+        scores.masked_fill_(key < diagonal - band.left, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     probabilities = torch.exp_(scores.sub_(lse.unsqueeze(-1)))
     return probabilities.masked_fill_(torch.isneginf(lse).unsqueeze(-1), 0.0), lse
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dout: Tensor | None = None) -> Reference:
+def reference(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float, dout: Tensor | None = None) -> Reference:
     """Attention of (batch, seqlen, heads, dim) tensors, and its gradients where dout is given."""
     batch, seqlen_q, heads_q, _ = q.shape
     seqlen_k, heads_kv = k.shape[1], k.shape[2]
     group, precise = heads_q // heads_kv, _precise(q)
     out = torch.empty(batch, seqlen_q, heads_q, v.shape[-1], dtype=precise, device=q.device)
     lse = torch.empty(batch, heads_q, seqlen_q, dtype=precise, device=q.device)
-    shift = seqlen_k - seqlen_q if causal else None
     grads = tuple(torch.empty_like(x, dtype=precise) for x in (q, k, v)) if dout is not None else ()
     with torch.no_grad(), _full_precision():
         for b in range(batch):
@@ -83,7 +93,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dout:
             dout_b = _heads_first(dout, b, 1) if dout is not None else None
             sums = tuple(torch.zeros_like(x) for x in (q_b, k_b, v_b)) if dout is not None else ()
             for rows in _row_chunks(heads_q, seqlen_q, seqlen_k, precise.itemsize):
-                p, lse_rows = _probabilities(q_b, k_b, rows, shift, scale)
+                p, lse_rows = _probabilities(q_b, k_b, rows, band, seqlen_k - seqlen_q, scale)
                 out_rows = torch.matmul(p, v_b)
                 out[b, rows], lse[b, :, rows] = out_rows.transpose(0, 1), lse_rows
                 if dout_b is not None:

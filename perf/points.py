@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ TABLE_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)
 TABLE_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 FLEX_SEQLENS = (1024, 4096, 16384)  # FlexAttention compiles for seconds a shape: these lengths of a table only
 MASKS = ("full", "causal")
+WINDOW = re.compile(r"window([1-9]\d*)")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -19,7 +21,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 class Point:
     head_dim: int
     head_dim_v: int
-    mask: str  # "full" or "causal"
+    mask: str  # "full", "causal", or "window1024": causal, and a row sees 1024 keys at most, itself among them
     batch: int
     heads_q: int
     heads_kv: int
@@ -30,19 +32,38 @@ class Point:
     without: frozenset[str] = frozenset()  # contestants that this table does not ask
 
     def __post_init__(self) -> None:
-        if self.mask not in MASKS or self.dtype not in DTYPES or self.direction not in ("fwd", "bwd"):
+        if (
+            not (self.mask in MASKS or WINDOW.fullmatch(self.mask))
+            or self.dtype not in DTYPES
+            or self.direction not in ("fwd", "bwd")
+        ):
             raise ValueError(f"mask {self.mask!r}, dtype {self.dtype!r} or direction {self.direction!r} is unknown")
         if self.heads_q % self.heads_kv:
             raise ValueError(f"heads_q={self.heads_q} is no multiple of heads_kv={self.heads_kv}")
 
     @property
     def causal(self) -> bool:
-        return self.mask == "causal"
+        return self.mask != "full"
+
+    @property
+    def left(self) -> int | None:
+        """Keys before the diagonal that a row sees at most; None = all."""
+        found = WINDOW.fullmatch(self.mask)
+        return int(found[1]) - 1 if found else None
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """What a kernel takes after its tensors: the scale, and under a window (left, right, softcap) too."""
+        return (self.scale,) if self.left is None else (self.scale, self.left, 0, 0.0)
 
     @property
     def flops(self) -> float:
-        """2*B*H*Sq*Sk*(d + dv), half of it for causal, 2.5 times for the backward."""
-        area = self.batch * self.heads_q * self.seqlen_q * self.seqlen_k * (0.5 if self.causal else 1.0)
+        """2*B*H*Sq*Sk*(d + dv), half of it for causal, the pairs inside it for a window; 2.5 times for the backward."""
+        area = self.seqlen_q * self.seqlen_k * (0.5 if self.causal else 1.0)
+        if self.left is not None:
+            shift = self.seqlen_k - self.seqlen_q
+            area = sum(max(0, min(row + shift, self.left) + 1) for row in range(self.seqlen_q))
+        area *= self.batch * self.heads_q
         return 2.0 * area * (self.head_dim + self.head_dim_v) * (2.5 if self.direction == "bwd" else 1.0)
 
     @property
@@ -71,6 +92,7 @@ class Point:
         lengths = (min(self.seqlen_q, seqlen), min(self.seqlen_k, seqlen))
         return replace(
             self,
+            mask=self.mask if self.left is None else f"window{min(self.left + 1, seqlen // 3)}",
             batch=min(self.batch, 2),
             heads_q=heads_kv * group,
             heads_kv=heads_kv,
@@ -123,7 +145,7 @@ def _table(direction: str) -> Iterator[Point]:
 
 
 def _named(direction: str) -> Iterator[Point]:
-    """Twelve points beside the table: float16, grouped heads, batch 1."""
+    """Thirteen points beside the table: float16, grouped heads, batch 1, a sliding window."""
     more: dict[str, Any] = {"direction": direction, "without": frozenset({"flex"})}
     for head_dim in (64, 128):
         for mask in MASKS:
@@ -137,6 +159,7 @@ def _named(direction: str) -> Iterator[Point]:
         (128, 4096, "full"),
     ):
         yield point(head_dim, mask, seqlen, batch=1, **more)
+    yield point(128, "window1024", 16384, **more)
 
 
 def _smoke() -> Iterator[Point]:

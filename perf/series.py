@@ -52,7 +52,7 @@ class Inputs:
         return Inputs(q, k, v, normal(point.seqlen_q, point.heads_q, point.head_dim_v) if backward else None)
 
     def reference(self, point: Point) -> check.Reference:
-        return check.reference(self.q, self.k, self.v, point.causal, point.scale, self.dout)
+        return check.reference(self.q, self.k, self.v, check.Band(point.causal, point.left), point.scale, self.dout)
 
 
 class Runner:

@@ -67,7 +67,9 @@ def run(scene: Scene, device: torch.device) -> bool:
         dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
         grads = torch.autograd.grad(out, (q, k, v), dout) if scene.gradients else ()
     wide_q, wide_k, wide_v = (x.detach().to(torch.float64) for x in (q, k, v))
-    exact = check.reference(wide_q, wide_k, wide_v, scene.causal, scene.shape[-1] ** -0.5, dout.to(torch.float64))
+    exact = check.reference(
+        wide_q, wide_k, wide_v, check.Band(scene.causal), scene.shape[-1] ** -0.5, dout.to(torch.float64)
+    )
     limits = check.FORWARD_LIMIT[scene.dtype], check.BACKWARD_LIMIT[scene.dtype]
     error = check.relative_error(out.detach(), exact.out)
     lse_error = (lse.detach().to(torch.float64) - exact.lse).abs()

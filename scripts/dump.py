@@ -18,7 +18,7 @@ from typing import Any
 
 from cute_flash import arch
 from cute_flash.spec.device import Device
-from cute_flash.spec.mask import CAUSAL, FULL
+from cute_flash.spec.mask import Mask
 from cute_flash.spec.plan import Plan, Tile
 from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 from perf import points
@@ -57,7 +57,7 @@ def plan_of(args: argparse.Namespace, point: points.Point) -> tuple[Any, Plan]:
         head_dim_v=point.head_dim_v,
         heads_q=point.heads_q,
         heads_kv=point.heads_kv,
-        mask=CAUSAL if point.causal else FULL,
+        mask=Mask(left=point.left is not None, right=point.causal, causal=point.causal),
         lse=args.lse or point.direction == "bwd",
     )
     if refusals := backend.refuse(problem):

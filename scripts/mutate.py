@@ -81,6 +81,8 @@ def prepare(args: argparse.Namespace) -> Subject:
     """Query tiles over several key tiles, the last one partial: every ring wraps, every branch is taken."""
     (point,) = points.parse(args.points)
     backend, plan = dump.plan_of(args, point)
+    if not plan.plain:
+        raise SystemExit(f"mask={point.mask}: full and causal kernels only")
     plan = replace(plan, ctas=args.ctas)
     with settings.override(emulate=plan.arch), emulator.emulate(plan.arch):
         kernel = functools.partial(emulator.call, backend.build(plan, "--generate-line-info"))

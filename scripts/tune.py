@@ -21,7 +21,7 @@ import torch
 from cute_flash import arch
 from cute_flash.runtime import compiler
 from cute_flash.spec.device import Device, describe
-from cute_flash.spec.mask import CAUSAL, FULL
+from cute_flash.spec.mask import Mask
 from cute_flash.spec.plan import Plan, Tile
 from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 from perf import check, points
@@ -92,7 +92,7 @@ class Bench:
             head_dim_v=point.head_dim_v,
             heads_q=point.heads_q,
             heads_kv=point.heads_kv,
-            mask=CAUSAL if point.causal else FULL,
+            mask=Mask(left=point.left is not None, right=point.causal, causal=point.causal),
             lse=args.lse or point.direction == "bwd",
         )
         if refusals := backend.refuse(problem):
@@ -103,14 +103,14 @@ class Bench:
     def candidate(self, tile: Tile) -> tuple[Callable[[], None], tuple[torch.Tensor, ...]]:
         """(launch, what it writes) of one tile, compiled."""
         plan, i = replace(self.plan, tile=tile), self.inputs
-        kernel, scale = compiler.kernel_for(self.backend, plan).kernel, self.point.scale
+        kernel, numbers = compiler.kernel_for(self.backend, plan).kernel, self.point.numbers
         lse = self.exact.lse.to(torch.float32).contiguous()
         if i.dout is None:
             out = i.q.new_empty(*i.q.shape[:3], self.point.head_dim_v)
             written = torch.empty_like(lse) if plan.lse else None
-            return (lambda: kernel(i.q, i.k, i.v, out, written, scale)), (out,)
+            return (lambda: kernel(i.q, i.k, i.v, out, written, *numbers)), (out,)
         out, grads = self.exact.out.to(i.q.dtype), tuple(torch.empty_like(x) for x in (i.q, i.k, i.v))
-        return (lambda: kernel(i.dout, i.q, i.k, i.v, out, lse, None, *grads, scale)), grads
+        return (lambda: kernel(i.dout, i.q, i.k, i.v, out, lse, None, *grads, *numbers)), grads
 
     def checked(self, tile: Tile) -> Callable[[], None]:
         """The candidate's run, captured on a GPU; raises where its result is wrong."""

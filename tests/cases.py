@@ -36,6 +36,8 @@ class Case:
     layout: str = "contiguous"
     values: str = "normal"
     scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}v{self.head_dim_v}"
@@ -45,7 +47,14 @@ class Case:
         words += [self.layout] if self.layout != "contiguous" else []
         words += [self.values] if self.values != "normal" else []
         words += [f"scale{self.scale}"] if self.scale is not None else []
+        words += ["window" + "x".join(map(str, self.window))] if self.window is not None else []
+        words += [f"softcap{self.softcap}"] if self.softcap is not None else []
         return "-".join(words)
+
+    @property
+    def options(self) -> dict:
+        """As attention and the oracle take them."""
+        return {"causal": self.causal, "window": self.window, "scale": self.scale, "softcap": self.softcap}
 
     @property
     def seed(self) -> int:
@@ -131,6 +140,33 @@ def layout_cases() -> tuple[Case, ...]:
         cells.append(base)
         cells.append(replace(base, heads_q=16, heads_kv=2, seqlen_k=333))
     return tuple(cells)
+
+
+# Bounds that are empty, single keys, one-sided, smaller than any tile, at and beside tile edges, wider than all keys.
+WINDOWS = ((0, 0), (None, 0), (0, None), (3, 5), (None, 40), (63, 1), (64, 0), (65, None), (127, 128), (5000, 5000))
+WINDOW_LENGTHS = ((65, 65), (300, 300), (129, 400), (400, 129), (1, 300), (257, 1))
+
+
+@functools.cache
+def window_cases() -> tuple[Case, ...]:
+    """Every window x lengths, the rest rotating; every third with a softcap too."""
+    cells = []
+    for i, (window, lengths) in enumerate(itertools.product(WINDOWS, WINDOW_LENGTHS)):
+        dims = ((64, 64), (128, 128), (192, 128))[i % 3]
+        softcap = (None, None, 20.0)[(i // 3) % 3]
+        cells.append(shape(lengths, (1, 4, 7)[i % 3], dims, i % 5 == 0, window=window, softcap=softcap))
+    return tuple(cells)
+
+
+@functools.cache
+def softcap_cases() -> tuple[Case, ...]:
+    """Caps far below, about and far above the scores, which reach about 70."""
+    grid = itertools.product((1.0, 15.0, 50.0, 1024.0), ((64, 64), (128, 128), (256, 256)), MASKS)
+    lengths = ((129, 257), (300, 1000))
+    return tuple(
+        Case(2, *lengths[i % 2], 4, 2, *dims, causal, values="large", softcap=cap)
+        for i, (cap, dims, causal) in enumerate(grid)
+    )
 
 
 VALUES = ("very_negative", "huge_score", "rising", "falling", "outliers", "constant", "tiny", "large")

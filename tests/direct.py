@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from cute_flash.runtime import request
 from cute_flash.spec.device import describe
-from cute_flash.spec.mask import CAUSAL, FULL
 from cute_flash.spec.plan import Plan, Tile
 from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 
@@ -17,7 +17,8 @@ class Outputs(NamedTuple):
     lse: torch.Tensor
 
 
-def problem(direction: str, q, k, v, *, causal: bool = False, **fields) -> Problem:
+def problem(direction: str, q, k, v, *, causal=False, window=None, softcap=None, **fields) -> Problem:
+    options = request.spell(causal, window, softcap)
     return Problem(
         direction=direction,
         device=describe(q.device),
@@ -26,7 +27,8 @@ def problem(direction: str, q, k, v, *, causal: bool = False, **fields) -> Probl
         head_dim_v=v.shape[-1],
         heads_q=q.shape[2],
         heads_kv=k.shape[2],
-        mask=CAUSAL if causal else FULL,
+        mask=options.mask,
+        features=options.features,
         lse=True,
         **fields,
     )
@@ -39,22 +41,25 @@ def plan(backend, wanted: Problem, tile: Tile | None = None) -> Plan:
     return chosen if tile is None else replace(chosen, tile=tile)
 
 
-def forward(backend, q, k, v, *, causal=False, scale=None, tile=None) -> Outputs:
-    """Output and LSE, written into memory that was NaN before."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+def numbers(q, scale=None, causal=False, window=None, softcap=None) -> tuple[float, ...]:
+    """What a kernel takes after its tensors."""
+    return (q.shape[-1] ** -0.5 if scale is None else scale, *request.bounds(causal, window, softcap)[1])
+
+
+def forward(backend, q, k, v, *, scale=None, tile=None, **options) -> Outputs:
+    """Output and LSE, written into memory that was NaN before. `options`: causal, window, softcap."""
     stats = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_full((*q.shape[:3], v.shape[-1]), math.nan)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), math.nan, dtype=stats)
-    kernel = backend.build(plan(backend, problem(FORWARD, q, k, v, causal=causal), tile))
-    kernel(q, k, v, out, lse, scale)
+    kernel = backend.build(plan(backend, problem(FORWARD, q, k, v, **options), tile))
+    kernel(q, k, v, out, lse, *numbers(q, scale, **options))
     return Outputs(out, lse)
 
 
-def backward(backend, dout, q, k, v, outputs: Outputs, dlse=None, *, causal=False, scale=None, tile=None):
+def backward(backend, dout, q, k, v, outputs: Outputs, dlse=None, *, scale=None, tile=None, **options):
     """dQ, dK, dV, written into memory that was NaN before."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     grads = [torch.full(x.shape, math.nan, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    wanted = problem(BACKWARD, q, k, v, causal=causal, lse_grad=dlse is not None)
+    wanted = problem(BACKWARD, q, k, v, lse_grad=dlse is not None, **options)
     kernel = backend.build(plan(backend, wanted, tile))
-    kernel(dout, q, k, v, outputs.out, outputs.lse, dlse, *grads, scale)
+    kernel(dout, q, k, v, outputs.out, outputs.lse, dlse, *grads, *numbers(q, scale, **options))
     return grads

@@ -74,21 +74,38 @@ def rows_without_keys_have_no_nan(run: Runner) -> None:
 
 @case(5)
 def window_leaves_some_rows_empty(run: Runner) -> None:
-    refused(run, "window", (32, 64))
+    q, k, v = run.randn(1, 129, 2, 64), run.randn(1, 64, 2, 64, seed=1), run.randn(1, 64, 2, 64, seed=2)
+    dout = run.randn(1, 129, 2, 64, seed=3)
+    (out, lse), grads = run.gradients(q, k, v, dout, window=(32, 64))
+    assert torch.all(out[:, 0] == 0)
+    assert torch.all(grads[0][:, 0] == 0)
+    assert torch.equal(lse == -math.inf, torch.arange(129, device=run.device).expand_as(lse) == 0)
+    run.check_gradients(q, k, v, dout, window=(32, 64))
 
 
 @case(6)
 def negative_window_bounds(run: Runner) -> None:
     for window in ((-1, 0), (-1, -1), (-1, 5)):
         refused(run, "window", window, ValueError)
-    q = run.randn(1, 4, 1, 16)
+    q = run.randn(1, 40, 1, 16)
     with pytest.raises(ValueError, match="None"):
         run(q, q, q, window=(-1, 0), causal=True)
+    assert torch.equal(run(q, q, q, window=(None, 0)), run(q, q, q, causal=True))
+    assert torch.equal(run(q, q, q, window=(None, None)), run(q, q, q))
+    run.check(q, q, q, window=(None, 5))
 
 
 @case(7)
 def window_bounds_are_inclusive(run: Runner) -> None:
-    refused(run, "window", (2, 0))
+    q, v = run.full((1, 6, 1, 8), 0.0), run.one_hot_values(6)
+    for options in ({"window": (2, 0), "causal": True}, {"window": (2, 0)}, {"window": (2, 4), "causal": True}):
+        out = run(q, q, v, **options)[0, :, 0, :6]
+        run.close(out[5], [0.0, 0.0, 0.0, 1 / 3, 1 / 3, 1 / 3])
+        run.close(out[1], [0.5, 0.5, 0.0, 0.0, 0.0, 0.0])
+    run.close(run(q, q, v, window=(1, 2))[0, 2, 0, :6], [0.0, 0.25, 0.25, 0.25, 0.25, 0.0])
+    q, k, v = (run.randn(1, 70, 2, 64, seed=s) for s in range(3))
+    wide, causal = run(q, k, v, causal=True, window=(69, 0)), run(q, k, v, causal=True)
+    assert oracle.relative_error(wide, causal.double()) <= run.allowed(0.0)
 
 
 @case(8)
@@ -108,8 +125,8 @@ def nan_beyond_the_used_keys(run: Runner) -> None:
         cache[:, 40:] = math.nan
         cache[2] = math.nan
     k, v = (cache[:2, :40] for cache in caches)
-    for causal in (False, True):
-        run.check_gradients(run.randn(2, 33, 8, 64), k, v, causal=causal)
+    for options in ({}, {"causal": True}, {"window": (5, 2)}, {"softcap": 10.0}):
+        run.check_gradients(run.randn(2, 33, 8, 64), k, v, **options)
 
 
 @case(10)
@@ -131,13 +148,32 @@ def zero_and_negative_scale(run: Runner) -> None:
 
 @case(11)
 def softcap_value_and_gradient(run: Runner) -> None:
-    refused(run, "softcap", 15.0)
+    q = run.full((1, 1, 1, 64), 4.0)
+    k = run.full((1, 2, 1, 64), 4.0)
+    k[:, 1] = -4.0
+    out, lse = run(q, k, run.one_hot_values(2), softcap=15.0, return_lse=True)  # scores +-128
+    run.lse_close(lse, 14.9999988)
+    assert out[0, 0, 0, 0] == 1
+    assert out[0, 0, 0, 1].item() == pytest.approx(
+        9.36e-14, rel=2 * HALF_ULP_OF_MEANS, abs=2.0**-25
+    )  # float16 has less
+    q, k, v = run.randn(1, 70, 4, 64) * 15, run.randn(1, 90, 2, 64, seed=1), run.randn(1, 90, 2, 64, seed=2)
+    for options in ({}, {"causal": True}, {"window": (20, 7)}):
+        run.check_gradients(q, k, v, softcap=15.0, **options)
 
 
 @case(12)
 def constants_do_not_leak_between_calls(run: Runner) -> None:
-    refused(run, "softcap", 30.0)
-    q, k, v = (run.randn(1, 40, 2, 64, seed=s) for s in range(3))
+    q, k, v = (run.randn(1, 40, 2, 64, seed=s) * 3 for s in range(3))
+    capped = {cap: run(q, k, v, softcap=cap) for cap in (15, 30, 0)}
+    for cap in (15, 30, 0, 2.5):
+        run.check(q, k, v, softcap=cap)
+    assert all(torch.equal(run(q, k, v, softcap=cap), out) for cap, out in capped.items())
+    assert not torch.equal(capped[15], capped[30])
+    windows = {left: run(q, k, v, window=(left, 3)) for left in (2, 9, None)}
+    for left in (2, 9, None, 5):
+        run.check(q, k, v, window=(left, 3))
+    assert all(torch.equal(run(q, k, v, window=(left, 3)), out) for left, out in windows.items())
     first = run(q, k, v, scale=0.1)
     for scale in (0.1, 0.2, None, 0.1):
         run.check(q, k, v, scale=scale)
@@ -241,7 +277,8 @@ def any_group(run: Runner) -> None:
             assert oracle.relative_error(out, run(q, *wide, causal=True).double()) <= run.allowed(0.0)
             if heads_q < 28 or seqlen == 5:  # the dense answer for many heads takes seconds on a CPU
                 run.check_gradients(q, k, v, causal=True)
-    refused(run, "window", (3, 0))
+                run.check_gradients(q, k, v, window=(3, 0))
+                run.check_gradients(q, k, v, causal=True, window=(100, None))
 
 
 @case(27)
@@ -325,7 +362,10 @@ def grad_out_of_any_strides(run: Runner) -> None:
 @case(40)
 def every_option_reaches_the_backward(run: Runner) -> None:
     q, k, v = run.randn(2, 50, 4, 64), run.randn(2, 70, 4, 64, seed=1), run.randn(2, 70, 4, 32, seed=2)
-    for options in ({}, {"causal": True}, {"scale": 0.3}, {"causal": True, "scale": 0.3}):
+    for options in (
+        {}, {"causal": True}, {"scale": 0.3}, {"causal": True, "scale": 0.3}, {"window": (3, 3)}, {"window": (None, 9)},
+        {"softcap": 0.5}, {"window": (20, 0), "softcap": 2.0, "scale": 0.3},
+    ):  # fmt: skip
         run.check_gradients(q, k, v, **options)
         run.check_gradients(q, k[:, :, :2], v[:, :, :2], **options)
         dlse = run.randn(2, 4, 50, seed=3).to(torch.promote_types(run.dtype, torch.float32))
@@ -336,8 +376,6 @@ def every_option_reaches_the_backward(run: Runner) -> None:
         for a, b in zip(grads, exact, strict=True):
             # The yardstick has no LSE gradient: P, dS and the output's three roundings to 16 bits bound it.
             assert oracle.relative_error(a, b) <= run.allowed(3 * HALF_ULP_OF_MEANS)
-    refused(run, "window", (3, 3))
-    refused(run, "softcap", 5.0)
     refused(run, "mask_mod", lambda b, h, i, j: i >= j)
 
 

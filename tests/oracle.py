@@ -2,12 +2,14 @@
 
 Layouts: q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, dim),
 LSE (batch, heads_q, seqlen_q).
-Causal is aligned bottom-right. A row that sees no key has output 0, LSE -inf and zero gradients.
+Causal is aligned bottom-right; a window (left, right) is inclusive around that diagonal, None unbounded, and causal
+caps right at 0. A softcap c makes c tanh(score / c) of the scaled score, before the mask. A row that sees no key has
+output 0, LSE -inf and zero gradients.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,20 +30,37 @@ class Gradients(NamedTuple):
     dv: torch.Tensor
 
 
-def visible_keys(seqlen_q: int, seqlen_k: int, causal: bool, device: torch.device) -> torch.Tensor:
-    """Bool (seqlen_q, seqlen_k): row i sees keys j <= i + seqlen_k - seqlen_q, or all of them."""
+class Options(NamedTuple):
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+
+def visible_keys(
+    seqlen_q: int, seqlen_k: int, causal: bool, device: torch.device, window: tuple | None = None
+) -> torch.Tensor:
+    """Bool (seqlen_q, seqlen_k): row i sees keys j <= i + seqlen_k - seqlen_q, or all; and those in the window."""
     mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    return mask.tril(seqlen_k - seqlen_q) if causal else mask
+    diagonal = seqlen_k - seqlen_q
+    left, right = window or (None, None)
+    if causal:
+        mask = mask.tril(diagonal)
+    if right is not None:
+        mask = mask.tril(diagonal + right)
+    return mask if left is None else mask.triu(diagonal - left)
 
 
-def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> Attention:
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Attention:
     """Plain attention in the dtype of the inputs; the softmax of 16-bit inputs is in float32, as everywhere."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2)) * scale
+    scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if options.scale is None else options.scale)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    mask = visible_keys(q.shape[2], k.shape[2], causal, q.device)
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    mask = visible_keys(q.shape[2], k.shape[2], options.causal, q.device, options.window)
     alive = mask.any(-1)[:, None]
     scores = scores.masked_fill(~mask, -math.inf).masked_fill(~alive, 0.0)  # a dead row must not give autograd NaN
     p = torch.softmax(scores, dim=-1) * alive
@@ -63,18 +82,16 @@ def _pieces(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _forward(q, k, v, causal: bool, scale: float | None, cast: Callable) -> Attention:
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+def _forward(q, k, v, options: Options, cast: Callable) -> Attention:
     if 0 in (*q.shape, *k.shape, *v.shape):
         return _empty(cast(q), cast(k), cast(v))
     with torch.no_grad():
-        parts = [_dense(cast(q[b]), cast(k[b]), cast(v[b]), causal, scale) for b in _pieces(q, k)]
+        parts = [_dense(cast(q[b]), cast(k[b]), cast(v[b]), options) for b in _pieces(q, k)]
     return Attention(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
 
 
-def _backward(q, k, v, grads, causal: bool, scale: float | None, cast: Callable) -> Gradients:
+def _backward(q, k, v, grads, options: Options, cast: Callable) -> Gradients:
     """Gradients by autograd through the dense computation; grads = (dout, dlse or None)."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if 0 in (*q.shape, *k.shape, *v.shape):
         return Gradients(*(torch.zeros_like(cast(x)) for x in (q, k, v)))
     dout, dlse = grads
@@ -82,7 +99,7 @@ def _backward(q, k, v, grads, causal: bool, scale: float | None, cast: Callable)
     for b in _pieces(q, k):
         leaves = [cast(x[b]).detach().clone().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            out, lse = _dense(*leaves, causal, scale)
+            out, lse = _dense(*leaves, options)
             targets, weights = [out], [cast(dout[b])]
             if dlse is not None:
                 alive = lse.detach() > -math.inf
@@ -92,23 +109,23 @@ def _backward(q, k, v, grads, causal: bool, scale: float | None, cast: Callable)
     return Gradients(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def forward(q, k, v, *, causal: bool = False, scale: float | None = None) -> Attention:
-    """Output and LSE in float64."""
-    return _forward(q, k, v, causal, scale, lambda x: x.detach().double())
+def forward(q, k, v, **options: Any) -> Attention:
+    """Output and LSE in float64. `options`: see Options."""
+    return _forward(q, k, v, Options(**options), lambda x: x.detach().double())
 
 
-def backward(q, k, v, dout, dlse=None, *, causal: bool = False, scale: float | None = None) -> Gradients:
+def backward(q, k, v, dout, dlse=None, **options: Any) -> Gradients:
     """dQ, dK, dV in float64."""
-    return _backward(q, k, v, (dout, dlse), causal, scale, lambda x: x.detach().double())
+    return _backward(q, k, v, (dout, dlse), Options(**options), lambda x: x.detach().double())
 
 
-def plain_16bit(q, k, v, *, causal: bool = False, scale: float | None = None) -> Attention:
+def plain_16bit(q, k, v, **options: Any) -> Attention:
     """Plain attention in the dtype of the inputs with a float32 softmax: the yardstick where no flash kernel serves."""
-    return _forward(q, k, v, causal, scale, lambda x: x.detach())
+    return _forward(q, k, v, Options(**options), lambda x: x.detach())
 
 
-def plain_16bit_backward(q, k, v, dout, *, causal: bool = False, scale: float | None = None) -> Gradients:
-    return _backward(q, k, v, (dout, None), causal, scale, lambda x: x.detach())
+def plain_16bit_backward(q, k, v, dout, **options: Any) -> Gradients:
+    return _backward(q, k, v, (dout, None), Options(**options), lambda x: x.detach())
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:

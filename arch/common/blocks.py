@@ -11,6 +11,7 @@ class KeyTiles(NamedTuple):
     first: Int32  # tiles visited: [first, last)
     last: Int32
     unmasked: Int32  # of these, [first, unmasked) need no mask; first <= unmasked
+    whole: Int32 | None = None  # under a window, [first, whole) need one after all: rows start to see keys there
 
 
 @cute.jit
@@ -26,6 +27,29 @@ def key_tiles(
         last = cutlass.max(0, cutlass.min(last, cute.ceil_div(last_row_sees, tile_n)))
         unmasked = cutlass.max(0, cutlass.min(unmasked, first_row_sees // tile_n))
     return KeyTiles(Int32(0), last, unmasked)
+
+
+@cute.jit
+def window_tiles(
+    row_start: Int32, tile: cutlass.Constexpr, seqlens: tuple, bounds: tuple, mask: cutlass.Constexpr
+) -> KeyTiles:
+    """For query rows [row_start, row_start + tile.tile_m) under a windowed mask; `bounds`: (left, right)."""
+    seqlen_q, seqlen_k = seqlens
+    left, right = bounds
+    tile_n = tile.tile_n
+    first_diagonal = row_start + seqlen_k - seqlen_q
+    last_diagonal = cutlass.min(row_start + tile.tile_m, seqlen_q) - 1 + seqlen_k - seqlen_q
+    last = (seqlen_k + tile_n - 1) // tile_n
+    unmasked = seqlen_k // tile_n
+    if cutlass.const_expr(mask.right):
+        reach = Int32(1) if cutlass.const_expr(mask.causal) else right + 1
+        last = cutlass.min(last, (cutlass.max(0, last_diagonal + reach) + tile_n - 1) // tile_n)
+        unmasked = cutlass.min(unmasked, cutlass.max(0, first_diagonal + reach) // tile_n)
+    first, whole = Int32(0), Int32(0)
+    if cutlass.const_expr(mask.left):
+        first = cutlass.min(cutlass.max(0, first_diagonal - left) // tile_n, last)
+        whole = (cutlass.max(0, last_diagonal - left) + tile_n - 1) // tile_n
+    return KeyTiles(first, last, cutlass.max(unmasked, first), cutlass.max(whole, first))
 
 
 def part_of(tiles: KeyTiles, split: Int32, splits: Int32) -> KeyTiles:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from cute_flash.spec.device import Device
+from cute_flash.spec.mask import Bounds
 from cute_flash.spec.plan import Plan
 from cute_flash.spec.problem import BACKWARD, Problem
 
@@ -38,6 +39,7 @@ class ReferenceBackend:
             lse_grad=problem.lse_grad,
             deterministic=problem.deterministic,
             ieee_float32=problem.ieee_float32,
+            softcap="softcap" in problem.features,
             tile=TILE,
         )
 
@@ -56,10 +58,10 @@ def _forward_kernel(plan: Plan) -> Callable[..., None]:
     assert tile is not None  # plan() always sets one
 
     @torch.no_grad()
-    def kernel(q, k, v, out, lse, scale) -> None:
-        geometry = Geometry(plan.mask, tile, q.shape[1], k.shape[1])
+    def kernel(q, k, v, out, lse, scale, left=0, right=0, softcap=0.0) -> None:
+        geometry = Geometry(plan.mask, tile, q.shape[1], k.shape[1], Bounds(left, right))
         with torch.autocast(q.device.type, enabled=False):  # a matmul in 16 bits would be another meaning
-            forward(geometry, (q, k, v), out, lse, scale)
+            forward(geometry, (q, k, v), out, lse, scale, softcap)
 
     return kernel
 
@@ -72,10 +74,10 @@ def _backward_kernel(plan: Plan) -> Callable[..., None]:
     assert tile is not None  # plan() always sets one
 
     @torch.no_grad()
-    def kernel(dout, q, k, v, out, lse, dlse, dq, dk, dv, scale) -> None:
-        geometry = Geometry(plan.mask, tile, q.shape[1], k.shape[1])
+    def kernel(dout, q, k, v, out, lse, dlse, dq, dk, dv, scale, left=0, right=0, softcap=0.0) -> None:
+        geometry = Geometry(plan.mask, tile, q.shape[1], k.shape[1], Bounds(left, right))
         with torch.autocast(q.device.type, enabled=False):
-            backward(geometry, Saved(q, k, v, out, lse, dout, dlse), dq, dk, dv, scale)
+            backward(geometry, Saved(q, k, v, out, lse, dout, dlse), (dq, dk, dv), scale, softcap)
 
     return kernel
 

@@ -3,6 +3,7 @@
     delta = rowsum(dO * O) - dLSE, once per row
     P = exp(S - LSE)    dV += P^T dO    dP = dO V^T    dS = P * (dP - delta)    dQ += scale dS K    dK += scale dS^T Q
 
+With a softcap c, S = c tanh(s / c) of the scores s: dS becomes (1 - (S / c)^2) dS before it meets Q and K.
 A row that sees no key has LSE = -inf, P = 0 and zero gradients. dK and dV sum over the query heads of their group.
 """
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .forward import MINUS_INF, finite_or_zero, masked_scores
+from .forward import MINUS_INF, capped_scores, finite_or_zero, hide
 from .tiles import Geometry, Span, batch_pieces, compute_dtype, heads_first, query_rows, row_values, store_query_rows
 
 
@@ -42,8 +43,9 @@ def row_statistics(saved: Saved, rows: Span, dout_rows: torch.Tensor) -> tuple[t
 
 
 def backward_piece(
-    geometry: Geometry, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, scale: float
+    geometry: Geometry, saved: Saved, grads: tuple[torch.Tensor, ...], scale: float, softcap: float
 ) -> None:
+    dq, dk, dv = grads
     dtype = compute_dtype(saved.q.dtype)
     heads_kv = saved.k.shape[2]
     k, v = heads_first(saved.k, dtype), heads_first(saved.v, dtype)
@@ -55,10 +57,13 @@ def backward_piece(
         dq_rows = torch.zeros_like(q_rows)
         for keys in geometry.key_tiles(rows):
             tile = slice(keys.start, keys.end)
-            hidden = geometry.hidden(rows, keys, q_rows.device)
-            p = masked_scores(q_rows, k[:, :, tile], hidden).sub_(lse).exp_()
+            scores = capped_scores(q_rows, k[:, :, tile], softcap)
+            slope = 1.0 - (scores / softcap) ** 2 if softcap else None
+            p = hide(scores, geometry.hidden(rows, keys, q_rows.device)).sub_(lse).exp_()
             dv_acc[:, :, tile] += p.transpose(-1, -2) @ dout_rows
             ds = (dout_rows @ v[:, :, tile].transpose(-1, -2)).sub_(delta).mul_(p)
+            if slope is not None:
+                ds.mul_(slope)
             dk_acc[:, :, tile] += ds.transpose(-1, -2) @ q_rows
             dq_rows += ds @ k[:, :, tile]
         store_query_rows(dq, rows, dq_rows * scale)
@@ -66,10 +71,8 @@ def backward_piece(
     dv.copy_(dv_acc.transpose(1, 2))
 
 
-def backward(
-    geometry: Geometry, saved: Saved, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, scale: float
-) -> None:
-    """Writes dq, dk and dv."""
+def backward(geometry: Geometry, saved: Saved, grads: tuple[torch.Tensor, ...], scale: float, softcap: float) -> None:
+    """Writes the grads (dq, dk, dv). softcap 0 = none."""
     batch, _, heads_q, _ = saved.q.shape
     for piece in batch_pieces(batch, heads_q, geometry.tile):
-        backward_piece(geometry, saved.piece(piece), dq[piece], dk[piece], dv[piece], scale)
+        backward_piece(geometry, saved.piece(piece), tuple(grad[piece] for grad in grads), scale, softcap)

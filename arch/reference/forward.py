@@ -2,7 +2,7 @@
 
 For one tile of query rows and each tile of keys in turn:
 
-    S = scale * Q K^T, -inf where masked
+    S = scale * Q K^T, capped to softcap * tanh(S / softcap) where asked, then -inf where masked
     m' = max(m, rowmax S)        alpha = exp(m - m')        P = exp(S - m')
     l  = alpha * l + rowsum P    O = alpha * O + P V
 
@@ -16,9 +16,14 @@ from .tiles import Geometry, Span, batch_pieces, compute_dtype, heads_first, que
 MINUS_INF = float("-inf")
 
 
-def masked_scores(q_rows: torch.Tensor, k_tile: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    """S (batch, heads_kv, group * rows, keys) of a tile pair; q_rows carries the scale already."""
+def capped_scores(q_rows: torch.Tensor, k_tile: torch.Tensor, softcap: float) -> torch.Tensor:
+    """S (batch, heads_kv, group * rows, keys) of a tile pair before the mask; q_rows carries the scale already."""
     scores = q_rows @ k_tile.transpose(-1, -2)
+    return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
+
+
+def hide(scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+    """In place."""
     if hidden is not None:
         scores.unflatten(2, (-1, hidden.shape[0])).masked_fill_(hidden, MINUS_INF)
     return scores
@@ -30,15 +35,15 @@ def finite_or_zero(x: torch.Tensor) -> torch.Tensor:
 
 
 def online_softmax(
-    q_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Span, geometry: Geometry
+    q_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Span, geometry: Geometry, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """O (batch, heads_kv, group * rows, head_dim_v) and LSE (..., 1) of one tile of query rows."""
     row_max = q_rows.new_full((*q_rows.shape[:-1], 1), MINUS_INF)
     row_sum = torch.zeros_like(row_max)
     acc = q_rows.new_zeros((*q_rows.shape[:-1], v.shape[-1]))
     for keys in geometry.key_tiles(rows):
-        hidden = geometry.hidden(rows, keys, q_rows.device)
-        scores = masked_scores(q_rows, k[:, :, keys.start : keys.end], hidden)
+        scores = capped_scores(q_rows, k[:, :, keys.start : keys.end], softcap)
+        scores = hide(scores, geometry.hidden(rows, keys, q_rows.device))
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         anchor = finite_or_zero(new_max)
         alpha = torch.exp(row_max - anchor)
@@ -56,15 +61,16 @@ def forward(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scale: float,
+    softcap: float,
 ) -> None:
-    """Writes `out`, and `lse` where there is one, from operands (q, k, v)."""
+    """Writes `out`, and `lse` where there is one, from operands (q, k, v). softcap 0 = none."""
     q, k, v = operands
     heads_kv, dtype = k.shape[2], compute_dtype(q.dtype)
     for piece in batch_pieces(q.shape[0], q.shape[2], geometry.tile):
         k_piece, v_piece = heads_first(k[piece], dtype), heads_first(v[piece], dtype)
         for rows in geometry.query_tiles():
             q_rows = query_rows(q[piece], rows, heads_kv, dtype) * scale
-            o_rows, lse_rows = online_softmax(q_rows, k_piece, v_piece, rows, geometry)
+            o_rows, lse_rows = online_softmax(q_rows, k_piece, v_piece, rows, geometry, softcap)
             store_query_rows(out[piece], rows, o_rows)
             if lse is not None:
                 target = lse[piece, :, rows.start : rows.end].unflatten(1, (heads_kv, -1))

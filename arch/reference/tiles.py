@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_flash.spec.mask import Mask
+from cute_flash.spec.mask import UNUSED, Bounds, Mask
 from cute_flash.spec.plan import Tile
 
 # Wide enough that a tile pair is one large batched matmul, narrow enough that 32 heads of scores stay near 8 MB.
@@ -30,6 +30,7 @@ class Geometry:
     tile: Tile
     seqlen_q: int
     seqlen_k: int
+    bounds: Bounds = UNUSED
 
     def query_tiles(self) -> Iterator[Span]:
         for start in range(0, self.seqlen_q, self.tile.tile_m):
@@ -37,18 +38,24 @@ class Geometry:
 
     def key_tiles(self, rows: Span) -> Iterator[Span]:
         """Key tiles that at least one of the rows sees: the fully masked ones are skipped."""
-        first, last = self.mask.key_range(rows.start, rows.end, self.seqlen_q, self.seqlen_k)
+        first, last = self.mask.key_range((rows.start, rows.end), self.seqlen_q, self.seqlen_k, self.bounds)
         for start in range(first, last, self.tile.tile_n):
             yield Span(start, min(start + self.tile.tile_n, last))
 
     def hidden(self, rows: Span, keys: Span, device: torch.device) -> torch.Tensor | None:
         """Bool (rows, keys), True where masked; None where every row of the tile sees every key of it."""
         diagonal = self.seqlen_k - self.seqlen_q
-        if not self.mask.causal or keys.end - 1 <= rows.start + diagonal:
+        mask, bounds = self.mask, self.bounds
+        if mask.sees_all((rows.start, rows.end), (keys.start, keys.end), diagonal, bounds):
             return None
-        row = torch.arange(rows.start, rows.end, device=device)[:, None]
-        key = torch.arange(keys.start, keys.end, device=device)[None, :]
-        return key > row + diagonal
+        distance = torch.arange(keys.start, keys.end, device=device)[None, :] - diagonal
+        distance = distance - torch.arange(rows.start, rows.end, device=device)[:, None]  # key past the row's diagonal
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if mask.right:
+            hidden |= distance > (0 if mask.causal else bounds.right)
+        if mask.left:
+            hidden |= distance < -bounds.left
+        return hidden
 
 
 def batch_pieces(batch: int, heads_q: int, tile: Tile) -> Iterator[slice]:

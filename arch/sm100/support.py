@@ -28,7 +28,7 @@ def refuse(problem: Problem) -> tuple[str, ...]:
     for name, value in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if not HEAD_DIM_MIN <= value <= HEAD_DIM_MAX:
             reasons.append(f"{name}={value} is outside {HEAD_DIM_MIN}..{HEAD_DIM_MAX}")
-    if problem.mask.left or (problem.mask.right and not problem.mask.causal):
+    if problem.mask.windowed:
         reasons.append(f"mask {problem.mask} is not built yet, only full and causal are")
     reasons += [f"{name}= is not built yet" for name in sorted(problem.features - FEATURES)]
     return tuple(reasons)

@@ -34,15 +34,16 @@ class Sm90Backend:
             head_dim_v=tiles.width(problem.head_dim_v),
             mask=problem.mask,
             lse=problem.lse,
+            softcap="softcap" in problem.features,
             ctas=problem.device.sm_count,
             tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask)),
         )
 
     def split(self, plan: Plan) -> Plan | None:
-        return replace(plan, variant=tiles.SPLIT) if plan.direction == FORWARD else None
+        return replace(plan, variant=tiles.SPLIT) if plan.direction == FORWARD and plan.plain else None
 
     def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
-        """A TVM-FFI function (q, k, v, out, lse, scale) on the current stream. `options`: more for cute.compile."""
+        """A TVM-FFI function (q, k, v, out, lse, scale, ...) on the current stream; `options` go to cute.compile."""
         from .compile import compile_forward
 
         return compile_forward(plan, options)

@@ -8,7 +8,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_flash.spec.plan import Plan
 
-from .forward import ForwardSm90, SplitForwardSm90
+from .forward import BoundedForwardSm90, ForwardSm90, SplitForwardSm90
 from .tiles import SPLIT
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
@@ -29,7 +29,10 @@ def compile_forward(plan: Plan, options: str = ""):
     if plan.lse:
         lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
         lse = make_fake_tensor(cutlass.Float32, (batch, heads_q, seqlen_q), lse_strides, assumed_align=4)
-    kernel, partials = ForwardSm90(plan, dtype), ()
+    kernel, numbers, partials = ForwardSm90(plan, dtype), (cutlass.Float32(1.0),), ()
+    if not plan.plain:
+        kernel = BoundedForwardSm90(plan, dtype)
+        numbers = (*numbers, cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(1.0))
     if plan.variant == SPLIT:
         kernel, splits = SplitForwardSm90(plan, dtype), cute.sym_int()
         contiguous = tuple(cute.sym_int64(divisibility=4) for _ in range(4))
@@ -49,7 +52,7 @@ def compile_forward(plan: Plan, options: str = ""):
             _rows(dtype, (batch, seqlen_k, heads_kv, head_dim_v)),
             _rows(dtype, (batch, seqlen_q, heads_q, head_dim_v)),
             lse,
-            cutlass.Float32(1.0),
+            *numbers,
             *partials,
             make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --gpu-arch {plan.arch} {options}",

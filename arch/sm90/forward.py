@@ -15,14 +15,14 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
 
-from ..common.blocks import KeyTiles, key_tiles, part_of
+from ..common.blocks import KeyTiles, key_tiles, part_of, window_tiles
 from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E, pack_fragment
 from ..common.order import WorkTile, head_by_head, longest_first, rounds_of, tile_count
 from ..common.rowstate import RowState, make_row_state, reset
 from .epilogue import OutputRoom, OutputShape, store_lse, store_output, store_partial, store_state, wait_output
 from .load import TmaSource, load_forward, tile_copy
-from .mask import mask_scores
+from .mask import mask_scores, mask_window
 from .memory import ForwardLayouts, forward_layouts, forward_storage
 from .mma import ForwardMmas, Fragments, issue_output, issue_scores, make_fragments
 from .pipeline import (
@@ -37,7 +37,7 @@ from .pipeline import (
     wait_turn,
 )
 from .schedule import WARPGROUP, forward_schedule
-from .softmax import finish, rescale_output, softmax_step
+from .softmax import cap_scores, finish, rescale_output, softmax_step
 from .tiles import o_apart, persistent_keys
 
 
@@ -56,6 +56,8 @@ class Sizes(NamedTuple):
     heads_kv: Int32
     seqlen_q: Int32
     seqlen_k: Int32
+    left: Int32 | None = None  # of a window
+    right: Int32 | None = None
 
 
 class Unit(NamedTuple):
@@ -78,6 +80,8 @@ class MmaContext(NamedTuple):
     thread: Int32  # among the MMA threads
     turn: Turn
     seqlens: tuple
+    bounds: tuple  # (left, right) of a window
+    cap_factor: Float32 | None  # what raw scores are multiplied with inside a softcap
 
 
 class ForwardSm90:
@@ -87,6 +91,7 @@ class ForwardSm90:
         self.tile = plan.tile
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.causal = plan.mask.causal
+        self.mask, self.windowed, self.softcap = plan.mask, plan.mask.windowed, plan.softcap
         self.dtype = dtype
         self.schedule = forward_schedule(plan.tile, plan.head_dim_v)
         self.mmas = ForwardMmas(plan.tile, plan.head_dim_v, dtype)
@@ -106,11 +111,13 @@ class ForwardSm90:
         scale: Float32,
         stream,
     ):
-        self.launch((q, k, v, o), lse, None, scale, stream)
+        self.launch((q, k, v, o), lse, None, (scale, None, None, None), stream)
 
     @cute.jit
-    def launch(self, tensors: tuple, lse: cute.Tensor | None, o_partial: cute.Tensor | None, scale: Float32, stream):
+    def launch(self, tensors: tuple, lse: cute.Tensor | None, o_partial: cute.Tensor | None, numbers: tuple, stream):
+        """`numbers`: (scale, left, right, softcap), the last three None in a plain Plan."""
         q, k, v, o = tensors
+        scale, left, right, softcap = numbers
         tile, layouts = self.tile, forward_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
@@ -124,9 +131,12 @@ class ForwardSm90:
             v=source(load, v, [3, 1, 2, 0], layouts.v, (self.width_v, tile.tile_n)),
             o=source(store, o, [1, 3, 2, 0], layouts.o, (64, self.width_v)),
         )
-        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
+        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         splits = 1 if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
-        self.kernel(sources, lse, o_partial, scale * LOG2_E, sizes, layouts).launch(
+        scale_log2, cap_factor = scale * LOG2_E, None
+        if cutlass.const_expr(self.softcap):
+            scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
+        self.kernel(sources, lse, o_partial, scale_log2, cap_factor, sizes, layouts).launch(
             grid=(self._ctas(sizes, splits), 1, 1),
             block=(self.schedule.threads, 1, 1),
             stream=stream,
@@ -145,15 +155,19 @@ class ForwardSm90:
     def _unit(self, index: Int32, sizes: Sizes, splits: Int32) -> Unit:
         tile, m_blocks = self.tile, cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
         group = sizes.heads_q // sizes.heads_kv
-        if cutlass.const_expr(self.causal):
+        if cutlass.const_expr(self.causal and not self.windowed):
             keys = cutlass.min(sizes.seqlen_k, 1 << 20)  # beyond any L2, and the product stays within 32 bits
             kv_bytes = keys * (self.width_qk + self.width_v) * 2
             work = longest_first(index // splits, m_blocks, sizes.heads_q, sizes.batch, kv_bytes, group)
         else:
             work = head_by_head(index // splits, m_blocks, sizes.heads_q)
         row_start = work.m_block * tile.tile_m
-        tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.causal)
-        tiles = part_of(tiles, index % splits, splits)
+        if cutlass.const_expr(self.windowed):  # its keys are never split
+            bounds = (sizes.left, sizes.right)
+            tiles = window_tiles(row_start, tile, (sizes.seqlen_q, sizes.seqlen_k), bounds, self.mask)
+        else:
+            tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.causal)
+            tiles = part_of(tiles, index % splits, splits)
         return Unit(work, work.head // group, row_start, index % splits, tiles)
 
     @cute.kernel
@@ -163,6 +177,7 @@ class ForwardSm90:
         lse: cute.Tensor | None,  # where keys are split: state_partial (splits, batch, heads_q, seqlen_q, 2)
         o_partial: cute.Tensor | None,
         scale_log2: Float32,
+        cap_factor: Float32 | None,
         sizes: Sizes,
         layouts: ForwardLayouts,
     ):
@@ -195,6 +210,8 @@ class ForwardSm90:
                 thread=thread - WARPGROUP,
                 turn=turn_of(group, schedule),
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
+                bounds=(sizes.left, sizes.right),
+                cap_factor=cap_factor,
             )
             room = OutputRoom(s_o, sources.o)
             self.mma_role(context, room, (lse, o_partial), sizes, splits)
@@ -262,15 +279,23 @@ class ForwardSm90:
             self.probabilities(context, unit.row_start, tiles.last - 1, True)
             pack_fragment(frags.s, frags.p_packed, self.dtype)
             masked_end = cutlass.min(tiles.unmasked, tiles.last - 1)
-            if cutlass.const_expr(self.causal):  # a full mask hides keys of the last tile only
+            if cutlass.const_expr(self.causal or self.windowed):  # a full mask hides keys of the last tile only
                 for step in cutlass.range(tiles.last - 1 - masked_end, unroll=1):
                     self.step(context, k_state, v_state, (unit.row_start, tiles.last - 2 - step), True)
                     k_state.advance()
                     v_state.advance()
-            for step in cutlass.range(masked_end - tiles.first, unroll=1):
+            whole = tiles.first
+            if cutlass.const_expr(self.mask.left):
+                whole = cutlass.min(tiles.whole, masked_end)
+            for step in cutlass.range(masked_end - whole, unroll=1):
                 self.step(context, k_state, v_state, (unit.row_start, masked_end - 1 - step), False)
                 k_state.advance()
                 v_state.advance()
+            if cutlass.const_expr(self.mask.left):
+                for step in cutlass.range(whole - tiles.first, unroll=1):
+                    self.step(context, k_state, v_state, (unit.row_start, whole - 1 - step), True)
+                    k_state.advance()
+                    v_state.advance()
             wait_full(pipes.v, v_state)
             issue_output(self.mmas, frags, v_state.index)
             warpgroup.wait_group(0)
@@ -284,9 +309,15 @@ class ForwardSm90:
     @cute.jit
     def probabilities(self, context: MmaContext, row_start: Int32, key_tile: Int32, masked: bool):
         scores = context.frags.s
+        if cutlass.const_expr(self.softcap):
+            cap_scores(scores, context.cap_factor)
         if cutlass.const_expr(masked):
             key_start = key_tile * self.tile.tile_n
-            mask_scores(scores, context.thread, row_start, key_start, context.seqlens, self.causal)
+            if cutlass.const_expr(self.windowed):
+                place = (row_start, key_start)
+                mask_window(scores, context.thread, place, context.seqlens, context.bounds, self.mask, self.tile)
+            else:
+                mask_scores(scores, context.thread, row_start, key_start, context.seqlens, self.causal)
         softmax_step(scores, context.state, context.scale_log2, masked)
 
     @cute.jit
@@ -311,6 +342,26 @@ class ForwardSm90:
         rescale_output(frags.o, context.state)
 
 
+class BoundedForwardSm90(ForwardSm90):
+    """The same kernel for Plans that are not plain: a window's bounds and a softcap arrive beside the scale."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        scale: Float32,
+        left: Int32,
+        right: Int32,
+        softcap: Float32,
+        stream,
+    ):
+        self.launch((q, k, v, o), lse, None, (scale, left, right, softcap), stream)
+
+
 class SplitForwardSm90(ForwardSm90):
     """The same kernel for query tiles too few to fill the GPU: several CTAs share one, each with a run of keys."""
 
@@ -327,5 +378,5 @@ class SplitForwardSm90(ForwardSm90):
         state_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, 2) float32
         stream,
     ):
-        self.launch((q, k, v, o), state_partial, o_partial, scale, stream)
+        self.launch((q, k, v, o), state_partial, o_partial, (scale, None, None, None), stream)
         launch_combine(o_partial, state_partial, o, lse, stream)

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cute_flash.spec.plan import Tile
+from cute_flash.spec.plan import Plan, Tile
 
 from .operands import Operand, Spec
 
@@ -47,6 +47,12 @@ def _types(value: Any) -> Any:
 
 def operand_types(dtype: str) -> Operand:
     return Operand(POINTER[dtype], "i32", "i32", "i32", 1)
+
+
+def bound_types(plan: Plan) -> tuple[str | None, str | None, str | None]:
+    """Of a kernel's left, right and softcap."""
+    has_right = plan.mask.right and not plan.mask.causal
+    return "i32" if plan.mask.left else None, "i32" if has_right else None, "fp32" if plan.softcap else None
 
 
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], arch: str, tile: Tile) -> Any:

@@ -39,6 +39,7 @@ class TritonBackend:
             lse_grad=problem.lse_grad,
             deterministic=True,  # no atomics anywhere
             ieee_float32=ieee,
+            softcap="softcap" in problem.features,
             tile=tiles.choose(problem.direction, widest, problem.dtype, ieee, capability),
             variant=tiles.variant(problem.direction, widest, padded, problem.dtype, capability),
         )

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from cute_flash.spec.plan import Plan
 
-from .ahead import compile_kernel, launch_options, operand_types
+from .ahead import bound_types, compile_kernel, launch_options, operand_types
 from .operands import (
     LN_2,
     LOG2_E,
@@ -18,10 +18,13 @@ from .operands import (
     Spec,
     add_dot,
     alignment,
+    bound_picker,
+    cap_factors,
+    capped,
     dot_transposed,
     grid_place,
     head_start,
-    key_bounds,
+    key_span,
     load_tile,
     operand,
     rows_start,
@@ -36,8 +39,8 @@ from .tiles import PADDED
 
 
 @triton.jit
-def _walk_keys(state, q_tile, kv, rows, full, last, sizes, scale_log2, spec: tl.constexpr):
-    """Take keys [0, last) into the running softmax; tiles from key `full` on hold pairs that the mask hides.
+def _walk_keys(state, q_tile, kv, rows, span, sizes, factors, spec: tl.constexpr):
+    """Take the keys of a span into the running softmax.
 
     One loop with a branch, not an unmasked and a masked loop: with the accumulator passing from one loop to another
     ptxas serialises every wgmma of both (its remark C7515).
@@ -46,10 +49,13 @@ def _walk_keys(state, q_tile, kv, rows, full, last, sizes, scale_log2, spec: tl.
     v_columns: tl.constexpr = spec.v
     acc, row_sum, row_max = state
     k_base, k, v_base, v = kv
-    for start in tl.range(0, last, spec.tile_n):
+    cap_factor, scale_log2 = factors
+    for start in tl.range(span.first, span.last, spec.tile_n):
         k_tile = load_tile(k_base, k, start, sizes.seqlen_k, spec.tile_n, qk_columns)
         s = dot_transposed(q_tile, k_tile, spec)
-        if spec.mask_all or start >= full:
+        if spec.softcap:
+            s = capped(s, cap_factor)
+        if spec.mask_all or start >= span.full or (spec.left and start < span.whole):
             keys = start + tl.arange(0, spec.tile_n)
             s = tl.where(sees(rows[:, None], keys[None, :], sizes, spec), s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
@@ -65,11 +71,13 @@ def _walk_keys(state, q_tile, kv, rows, full, last, sizes, scale_log2, spec: tl.
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def attention_forward(qkv, out, lse, seqlen_q, seqlen_k, heads, group, scale_log2, spec: tl.constexpr):
+def attention_forward(
+    qkv, out, lse, seqlen_q, seqlen_k, heads, group, scale_log2, left, right, softcap, spec: tl.constexpr
+):
     qk_columns: tl.constexpr = spec.qk
     v_columns: tl.constexpr = spec.v
     q, k, v = qkv
-    sizes = Sizes(seqlen_q, seqlen_k, heads, group)
+    sizes = Sizes(seqlen_q, seqlen_k, heads, group, left, right)
     tile_m: tl.constexpr = spec.tile_m
     tile, head, batch = grid_place(seqlen_q, heads, tile_m)
     if spec.causal:  # longest rows first
@@ -82,8 +90,9 @@ def attention_forward(qkv, out, lse, seqlen_q, seqlen_k, heads, group, scale_log
     kv = (head_start(k, batch, kv_head, qk_columns), k, head_start(v, batch, kv_head, v_columns), v)
     row_max = tl.full((tile_m,), float("-inf"), tl.float32)
     state = (zeros(tile_m, v_columns), tl.zeros((tile_m,), tl.float32), row_max)
-    full, last = key_bounds(start, sizes, spec)
-    acc, row_sum, row_max = _walk_keys(state, q_tile, kv, rows, full, last, sizes, scale_log2, spec)
+    factors = cap_factors(scale_log2, softcap, spec)
+    span = key_span(start, sizes, spec)
+    acc, row_sum, row_max = _walk_keys(state, q_tile, kv, rows, span, sizes, factors, spec)
 
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)  # a row that saw no key: output 0
     store_tile(scaled(acc, inverse[:, None]), head_start(out, batch, head, v_columns), out, start, seqlen_q, v_columns)
@@ -99,7 +108,7 @@ def compile_ahead(plan: Plan) -> tuple[Any, ...]:
     x = operand_types(plan.dtype)
     lse = "*fp32" if plan.lse else None
     spec = _specs(plan)(plan.head_dim, plan.head_dim_v, 1, 1)
-    arguments = ((x, x, x), x, lse, "i32", "i32", "i32", "i32", "fp32", spec)
+    arguments = ((x, x, x), x, lse, "i32", "i32", "i32", "i32", "fp32", *bound_types(plan), spec)
     return (compile_kernel(attention_forward, arguments, plan.arch, plan.tile),)
 
 
@@ -109,15 +118,16 @@ def build(plan: Plan) -> Callable[..., None]:
         compile_ahead(plan)
     specs = _specs(plan)
     options = launch_options(plan.tile)
+    bound_values = bound_picker(plan)
 
-    def forward(q, k, v, out, lse, scale: float) -> None:
+    def forward(q, k, v, out, lse, scale: float, *bounds: float) -> None:
         batch, seqlen_q, heads, head_dim = q.shape
         seqlen_k, heads_kv, head_dim_v = v.shape[1:]
         spec = specs(head_dim, head_dim_v, alignment(head_dim, q, k), alignment(head_dim_v, v, out))
         rows = lse if lse is None or lse.is_contiguous() else torch.empty(lse.shape, device=lse.device)
         attention_forward[(triton.cdiv(seqlen_q, plan.tile.tile_m) * heads * batch,)](
             (operand(q), operand(k), operand(v)), operand(out), rows,
-            seqlen_q, seqlen_k, heads, heads // heads_kv, scale * LOG2_E.value, spec, **options,
+            seqlen_q, seqlen_k, heads, heads // heads_kv, scale * LOG2_E.value, *bound_values(*bounds), spec, **options,
         )  # fmt: skip
         if rows is not lse:
             lse.copy_(rows)

@@ -39,6 +39,17 @@ class Sizes(NamedTuple):
     seqlen_k: int
     heads_q: int
     group: int  # query heads per key/value head
+    left: Any  # a window's bounds; None where the mask has none
+    right: Any
+
+
+class Span(NamedTuple):
+    """Where one tile's walk along the other axis starts and ends, and where tiles hold no hidden pair."""
+
+    first: Any  # of the first tile, a multiple of the step; unused where walks start at 0
+    last: Any  # the walk ends before it
+    whole: Any  # a tile that starts before it holds pairs beyond the bound where the walk starts
+    full: Any  # a tile that starts at or after it holds pairs beyond the bound where the walk ends
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,9 @@ class Spec:
     tile_n: int
     row_pad: int  # the backward's workspace has a multiple of this many rows a head
     causal: bool
+    left: bool  # a row sees no key more than sizes.left before its diagonal
+    right: bool  # nor one more than sizes.right after it; not where causal says 0
+    softcap: bool
     lse: bool
     lse_grad: bool
     mask_all: bool  # mask every tile instead of branching on whether it hides a pair
@@ -70,7 +84,7 @@ def operand(tensor: torch.Tensor) -> Operand:
     return Operand(tensor, *tensor.stride())
 
 
-UNSPECIALIZED = ["seqlen_q", "seqlen_k", "heads", "group"]  # one kernel for all their values
+UNSPECIALIZED = ["seqlen_q", "seqlen_k", "heads", "group", "left", "right"]  # one kernel for all their values
 
 
 @triton.constexpr_function
@@ -229,26 +243,103 @@ def grid_place(length, heads, tile: tl.constexpr):
 
 
 @triton.jit
-def key_bounds(start, sizes, spec: tl.constexpr):
-    """(full, last) for query rows [start, start + tile_m): all see the tiles of keys [0, full), none sees `last`."""
-    if spec.causal:
-        diagonal = sizes.seqlen_k - sizes.seqlen_q
+def furthest(sizes, spec: tl.constexpr):
+    """Row i sees no key after i + this, where a right bound exists."""
+    if spec.right:
+        return sizes.seqlen_k - sizes.seqlen_q + sizes.right
+    else:
+        return sizes.seqlen_k - sizes.seqlen_q
+
+
+@triton.jit
+def nearest(sizes, spec: tl.constexpr):
+    """Row i sees no key before i + this, where a left bound exists."""
+    return sizes.seqlen_k - sizes.seqlen_q - sizes.left
+
+
+@triton.jit
+def key_span(start, sizes, spec: tl.constexpr):
+    """The key tiles that query rows [start, start + tile_m) walk."""
+    first = 0
+    whole = 0
+    if spec.causal or spec.right:
+        past = furthest(sizes, spec)
         last_row = tl.minimum(start + spec.tile_m, sizes.seqlen_q)
-        full = tl.maximum(tl.minimum(start + diagonal + 1, sizes.seqlen_k), 0)
-        last = tl.maximum(tl.minimum(last_row + diagonal, sizes.seqlen_k), 0)
+        full = tl.maximum(tl.minimum(start + past + 1, sizes.seqlen_k), 0)
+        last = tl.maximum(tl.minimum(last_row + past, sizes.seqlen_k), 0)
     else:
         full = sizes.seqlen_k
         last = sizes.seqlen_k
-    return full // spec.tile_n * spec.tile_n, last
+    if spec.left:
+        before = nearest(sizes, spec)
+        first = tl.maximum(start + before, 0) // spec.tile_n * spec.tile_n
+        whole = tl.minimum(start + spec.tile_m, sizes.seqlen_q) - 1 + before
+    return Span(first, last, whole, full // spec.tile_n * spec.tile_n)
+
+
+@triton.jit
+def row_span(start, sizes, spec: tl.constexpr):
+    """The tiles of query rows that keys [start, start + tile_n) walk. Full and whole change places: the first rows of
+    the walk are those that a right bound may hide, the last those that a left one may."""
+    first = 0
+    whole = 0
+    full = sizes.seqlen_q
+    last = sizes.seqlen_q
+    if spec.causal or spec.right:
+        past = furthest(sizes, spec)
+        first = tl.maximum(start - past, 0) // spec.tile_m * spec.tile_m
+        whole = start + spec.tile_n - 1 - past
+    if spec.left:
+        before = nearest(sizes, spec)
+        last = tl.minimum(start + spec.tile_n - before, sizes.seqlen_q)
+        full = start - before - spec.tile_m + 2
+    return Span(first, last, whole, full)
+
+
+@triton.jit
+def in_window(rows, keys, sizes, spec: tl.constexpr):
+    """Between the bounds that exist (one must); rows and keys are index tensors of shapes that broadcast."""
+    if spec.causal or spec.right:
+        visible = keys <= rows + furthest(sizes, spec)
+        if spec.left:
+            visible = visible & (keys >= rows + nearest(sizes, spec))
+        return visible
+    else:
+        return keys >= rows + nearest(sizes, spec)
 
 
 @triton.jit
 def sees(rows, keys, sizes, spec: tl.constexpr):
     """Mask of a tile; rows and keys are index tensors of shapes that broadcast."""
     visible = keys < sizes.seqlen_k
-    if spec.causal:
-        visible = visible & (keys <= rows + (sizes.seqlen_k - sizes.seqlen_q))
+    if spec.causal or spec.right or spec.left:
+        visible = visible & in_window(rows, keys, sizes, spec)
     return visible
+
+
+@triton.jit
+def cap_factors(scale_log2, softcap, spec: tl.constexpr):
+    """(what scores are multiplied with inside the cap, what the exponent takes them times), for base 2; the first is
+    unused without a cap."""
+    if spec.softcap:
+        return 2.0 * scale_log2 / softcap, softcap * LOG2_E
+    else:
+        return scale_log2, scale_log2
+
+
+@triton.jit
+def capped(s, factor):
+    """tanh of scores: 1 - 2 / (1 + exp(2 x)) = 1 - 2 / (1 + exp2(factor s)), right at +-inf too."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(s * factor))
+
+
+@triton.jit
+def capped_and_slope(s, factor):
+    """(tanh of scores, its derivative 1 - tanh^2 = 4 r (1 - r)), with r = 1 / (1 + e) and 1 - r = e r, which does not
+    cancel where e is small."""
+    e = tl.exp2(tl.minimum(s * factor, 126.0))
+    r = 1.0 / (1.0 + e)
+    return 1.0 - 2.0 * r, 4.0 * r * (e * r)
 
 
 def alignment(head_dim: int, *tensors: torch.Tensor) -> int:
@@ -256,6 +347,16 @@ def alignment(head_dim: int, *tensors: torch.Tensor) -> int:
     if head_dim % 16 == 0:
         return 1
     return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:3]))
+
+
+def bound_picker(plan: Plan) -> Callable[..., tuple[int | None, int | None, float | None]]:
+    """(left, right, softcap), or nothing for a plain plan -> the three as its kernels take them, None where unused."""
+    has_left, has_right, has_cap = plan.mask.left, plan.mask.right and not plan.mask.causal, plan.softcap
+
+    def pick(left: int = 0, right: int = 0, softcap: float = 0.0) -> tuple[int | None, int | None, float | None]:
+        return left if has_left else None, right if has_right else None, softcap if has_cap else None
+
+    return pick
 
 
 def spec_maker(plan: Plan, tile_m: int, tile_n: int) -> Callable[[int, int, int, int], Spec]:
@@ -270,6 +371,9 @@ def spec_maker(plan: Plan, tile_m: int, tile_n: int) -> Callable[[int, int, int,
             tile_n=tile_n,
             row_pad=dq_tile(plan).tile_m,
             causal=plan.mask.causal,
+            left=plan.mask.left,
+            right=plan.mask.right and not plan.mask.causal,
+            softcap=plan.softcap,
             lse=plan.lse,
             lse_grad=plan.lse_grad,
             mask_all=MASK_ALL in plan.variant,

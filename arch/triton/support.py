@@ -7,7 +7,7 @@ CAPABILITY_MIN = (8, 0)
 CAPABILITIES_WITH_OWN_BACKEND = ((9, 0), (10, 0), (10, 3))  # sm90 and sm100 are made for these
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
-FEATURES: frozenset[str] = frozenset()  # options beyond the plain call that are served
+FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
 
 
 def native(device: Device) -> bool:
@@ -30,7 +30,5 @@ def refuse(problem: Problem) -> tuple[str, ...]:
     for name, value in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if not HEAD_DIM_MIN <= value <= HEAD_DIM_MAX:
             reasons.append(f"{name}={value} is outside {HEAD_DIM_MIN}..{HEAD_DIM_MAX}")
-    if problem.mask.left or (problem.mask.right and not problem.mask.causal):
-        reasons.append(f"mask {problem.mask} is not built yet, only full and causal are")
     reasons += [f"{name}= is not built yet" for name in sorted(problem.features - FEATURES)]
     return tuple(reasons)

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from ..spec.errors import UnsupportedError
-from .launch import Call
+from .launch import Call, Numbers
 from .request import FUNCTORCH
 
-Bound = tuple[Call, float, int, int, int]  # call, scale, batch, seqlen_q, seqlen_k
+Bound = tuple[Call, Numbers, int, int, int]  # call, numbers, batch, seqlen_q, seqlen_k
 
 
 class Once(torch.autograd.Function):
@@ -45,8 +45,8 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bound: Bound) -> Any:
-        call, scale, batch, seqlen_q, seqlen_k = ctx.bound = bound
-        out, lse = call.forward(q, k, v, scale, batch, seqlen_q, seqlen_k)
+        call, numbers, batch, seqlen_q, seqlen_k = ctx.bound = bound
+        out, lse = call.forward(q, k, v, numbers, batch, seqlen_q, seqlen_k)
         ctx.save_for_backward(q, k, v, out, lse)
         if not call.return_lse:
             return out
@@ -67,9 +67,9 @@ class Attention(torch.autograd.Function):
             dout = dout.resolve_neg()  # a lazy sign, which no kernel would see
             if dlse is not None:
                 dlse = dlse.resolve_neg().contiguous()
-            call, scale, *_ = ctx.bound
+            call, numbers, *_ = ctx.bound
             backward = call.backwards(dlse is not None)
-            grads = backward(dout, q, k, v, out, lse, dlse, scale)
+            grads = backward(dout, q, k, v, out, lse, dlse, *numbers)
             kept = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
         if create_graph:
             kept = list(_once(kept, sources))

@@ -22,7 +22,8 @@ from .request import FUNCTORCH, Options, alignment_faults, backward_of, default_
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int, int, int], Outputs]
+Numbers = tuple[float, ...]  # (scale,), or (scale, left, right, softcap) where the plan is not plain
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Numbers, int, int, int], Outputs]
 Backward = Callable[..., Gradients]
 
 _functorch_active = torch._C._are_functorch_transforms_active
@@ -121,7 +122,7 @@ class Splitter:
         return self.rule.query_tiles_max if self.rule else 0
 
     def launch(self, splits: int, operands: tuple[Any, ...]) -> None:
-        """operands: (q, k, v, out, lse, scale), rows as the backend wants them or not."""
+        """operands: (q, k, v, out, lse, *numbers), rows as the backend wants them or not."""
         if self.kernel is None:
             self.kernel = self._compile()
         batch, seqlen_q, heads_q, _ = operands[0].shape
@@ -141,7 +142,7 @@ class Splitter:
 
 
 def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[..., None]:
-    """(batch, seqlen_q, seqlen_k, operands) -> nothing; operands are (q, k, v, out, lse, scale)."""
+    """(batch, seqlen_q, seqlen_k, operands) -> nothing; operands are (q, k, v, out, lse, *numbers)."""
     few, rule = splitter.query_tiles_max, splitter.rule
     one_tile = rule.tile_n if rule else 0  # keys that cannot be shared out
     checks = splitter.decision.backend.exports  # TVM-FFI functions compare dtypes and devices themselves
@@ -190,13 +191,13 @@ class GroupRows:
         return bind_run(kernel, decision.backend.row_alignment, Splitter(decision, self.device))
 
     def run(self, batch: int, seqlen_k: int, operands: tuple[Any, ...]) -> None:
-        """operands: (q, k, v, out, lse, scale) with seqlen_q = 1."""
+        """operands: (q, k, v, out, lse, *numbers) with seqlen_q = 1."""
         if self._run is None:
             self._run = self._bind()
-        q, k, v, out, lse, scale = operands
+        q, k, v, out, lse, *numbers = operands
         if lse is not None:
             lse = lse.view(batch, self.heads_kv, self.group)
-        self._run(batch, self.group, seqlen_k, (self._as_rows(q), k, v, self._as_rows(out), lse, scale))
+        self._run(batch, self.group, seqlen_k, (self._as_rows(q), k, v, self._as_rows(out), lse, *numbers))
 
     def _as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, 1, heads_kv * group, width) seen as (batch, group, heads_kv, width)."""
@@ -207,8 +208,15 @@ class GroupRows:
 
 
 def group_rows(decision: Decision, forced: str | None, device: torch.device) -> GroupRows | None:
-    """Where a backend splits keys, it also packs groups; elsewhere a row a head is what the kernel expects."""
-    worth = decision.problem.group > 1 and decision.backend.split(decision.plan) is not None
+    """Where a backend splits keys, it also packs groups; elsewhere a row a head is what the kernel expects.
+
+    Not under a window: rows of one tile see different keys there.
+    """
+    worth = (
+        decision.problem.group > 1
+        and not decision.problem.mask.windowed
+        and decision.backend.split(decision.plan) is not None
+    )
     return GroupRows(decision, forced, device) if worth else None
 
 
@@ -243,19 +251,19 @@ def outputs_of(site: Site, tiled_v: int, has_lse: bool) -> Callable[[torch.Tenso
 def bind_forward(
     kernel: Kernel, site: Site, has_lse: bool, splitter: Splitter, rows: GroupRows | None = None
 ) -> Forward:
-    """(q, k, v, scale, batch, seqlen_q, seqlen_k) -> (out, lse). The caller has the sizes at hand already."""
+    """(q, k, v, numbers, batch, seqlen_q, seqlen_k) -> (out, lse). The caller has the sizes at hand already."""
     run = bind_run(kernel, site.alignment, splitter)
     tiled_v = _round_up(site.head_dim_v, site.unit)
     allocate = outputs_of(site, tiled_v, has_lse)
 
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int, seqlen_k: int
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, batch: int, seqlen_q: int, seqlen_k: int
     ) -> Outputs:
         out, lse = outputs = allocate(q, batch, seqlen_q)
         if seqlen_q == 1 and rows is not None:
-            rows.run(batch, seqlen_k, (q, k, v, out, lse, scale))
+            rows.run(batch, seqlen_k, (q, k, v, out, lse, *numbers))
         else:
-            run(batch, seqlen_q, seqlen_k, (q, k, v, out, lse, scale))
+            run(batch, seqlen_q, seqlen_k, (q, k, v, out, lse, *numbers))
         return outputs
 
     pad, pad_v = _round_up(site.head_dim, site.unit) - site.head_dim, tiled_v - site.head_dim_v
@@ -263,9 +271,9 @@ def bind_forward(
         return forward
 
     def padded(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, batch: int, seqlen_q: int, seqlen_k: int
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, batch: int, seqlen_q: int, seqlen_k: int
     ) -> Outputs:
-        out, lse = forward(_pad(q, pad), _pad(k, pad), _pad(v, pad_v), scale, batch, seqlen_q, seqlen_k)
+        out, lse = forward(_pad(q, pad), _pad(k, pad), _pad(v, pad_v), numbers, batch, seqlen_q, seqlen_k)
         return _unpad(out, pad_v), lse
 
     return padded
@@ -281,16 +289,16 @@ def _unpad(tensor: torch.Tensor, pad: int) -> torch.Tensor:
 
 
 def bind_backward(kernel: Kernel, site: Site) -> Backward:
-    """(dout, q, k, v, out, lse, dlse, scale) -> (dq, dk, dv), contiguous."""
+    """(dout, q, k, v, out, lse, dlse, *numbers) -> (dq, dk, dv), contiguous."""
     launch = _aligning(kernel, ("dout", "q", "k", "v", "out"), site.alignment)
     pad = _round_up(site.head_dim, site.unit) - site.head_dim
     pad_v = _round_up(site.head_dim_v, site.unit) - site.head_dim_v
 
     def backward(*operands: Any) -> Gradients:
-        dout, q, k, v, out, lse, dlse, scale = operands
+        dout, q, k, v, out, lse, dlse, *numbers = operands
         q, k, v = _pad(q, pad), _pad(k, pad), _pad(v, pad_v)
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        launch(_pad(dout, pad_v), q, k, v, _pad(out, pad_v), lse, dlse, dq, dk, dv, scale)
+        launch(_pad(dout, pad_v), q, k, v, _pad(out, pad_v), lse, dlse, dq, dk, dv, *numbers)
         return _unpad(dq, pad), _unpad(dk, pad), _unpad(dv, pad_v)
 
     return backward

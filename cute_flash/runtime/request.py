@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..spec.errors import UnsupportedError
-from ..spec.mask import CAUSAL, FULL
+from ..spec.mask import Mask
 from ..spec.problem import FORWARD, Problem
 from . import emulation
 
@@ -20,11 +20,14 @@ HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
 # Below, scale * log2(e) leaves float32's normal range. Above, ordinary scores times scale pass 2^28, where half an ulp
 # of the product no longer fits the exponent of a probability.
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**16
+# Kernels form softcap * (1 - 2 / (1 + exp(2 x))), up to 1.9e-7 softcap off: 2e-4 of a score at the upper limit.
+SOFTCAP_MIN, SOFTCAP_MAX = 2.0**-16, 2.0**10
+BOUND_MAX = 2**30  # a window's bound beyond it is taken as it: no sequence is that long, and sums stay within 32 bits
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROW_BYTES = 16  # what TMA asks of every row start and outer stride
 
-UNBUILT = ("sink", "alibi_slopes", "score_mod", "mask_mod", "block_mask")  # beside window and softcap
-NOT_BUILT = "{name}= is not built yet: attention serves full and causal masks, any scale, and nothing else so far"
+UNBUILT = ("sink", "alibi_slopes", "score_mod", "mask_mod", "block_mask")
+NOT_BUILT = "{name}= is not built yet: attention serves causal=, window=, scale= and softcap=, and nothing else so far"
 FOREIGN = {
     "dropout": "dropout= is not supported: attention is exact and drops nothing, leave the argument out",
     "dropout_p": "dropout_p= is not supported: attention is exact and drops nothing, leave the argument out",
@@ -41,13 +44,25 @@ RENAMED = {
 
 @dataclass(frozen=True)
 class Options:
-    """The keyword arguments of a call, checked."""
+    """The keyword arguments of a call, checked, in one spelling."""
 
     causal: bool = False
+    window: tuple[int | None, int | None] | None = None  # None where both bounds are; right is None under causal
     scale: float | None = None
+    softcap: float | None = None
     return_lse: bool = False
     deterministic: bool = False
     backend: str | None = None
+
+    @property
+    def mask(self) -> Mask:
+        left, right = self.window or (None, None)
+        return Mask(left is not None, self.causal or right is not None, self.causal)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """As Problem.features has them."""
+        return frozenset() if self.softcap is None else frozenset({"softcap"})
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -56,20 +71,61 @@ def _flag(name: str, value: Any) -> bool:
     raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def _check_window(window: Any) -> bool:
-    """Is there a window? A bound is an integer >= 0 or None; -1 for "unbounded" is another library's habit."""
+def _check_bound(window: Any, bound: Any) -> int | None:
+    """A bound is an integer >= 0 or None; -1 for "unbounded" is another library's habit."""
+    if bound is None:
+        return None
+    if not isinstance(bound, numbers.Integral) or isinstance(bound, bool):
+        raise TypeError(f"window={tuple(window)}: a bound is an integer or None, got {bound!r}")
+    if bound < 0:
+        raise ValueError(f"window={tuple(window)}: a bound is >= 0, and None (not {bound}) means unbounded")
+    return min(int(bound), BOUND_MAX)
+
+
+def _check_window(window: Any) -> tuple[int | None, int | None]:
+    """(left, right), both None where there is no window."""
     if window is None:
-        return False
+        return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window must be None or a pair (left, right), got {window!r}")
-    for bound in window:
-        if bound is None:
-            continue
-        if not isinstance(bound, int) or isinstance(bound, bool):
-            raise TypeError(f"window={tuple(window)}: a bound is an integer or None, got {bound!r}")
-        if bound < 0:
-            raise ValueError(f"window={tuple(window)}: a bound is >= 0, and None (not {bound}) means unbounded")
-    return tuple(window) != (None, None)
+    left, right = window
+    return _check_bound(window, left), _check_bound(window, right)
+
+
+def _check_softcap(softcap: Any) -> float | None:
+    """None and 0 mean none."""
+    if softcap is None:
+        return None
+    if isinstance(softcap, (torch.Tensor, bool)) or not isinstance(softcap, numbers.Real):
+        raise TypeError(f"softcap must be a Python number or None, got {type(softcap).__name__}")
+    try:
+        value = float(softcap)
+    except OverflowError:  # an int or a Fraction beyond float64
+        value = math.inf
+    if softcap != 0 and not SOFTCAP_MIN <= value <= SOFTCAP_MAX:
+        raise ValueError(f"softcap={_spelled(softcap, value)}: a softcap is None, 0 or from 2**-16 to 2**10")
+    return value or None
+
+
+def _intersect(causal: Any, window: Any) -> tuple[bool, int | None, int | None]:
+    """(causal, left, right) of both: right is None under causal, and a right bound of 0 is causal."""
+    left, right = _check_window(window)
+    if _flag("causal", causal) or right == 0:
+        return True, left, None
+    return False, left, right
+
+
+# What is static of a call: causal of a plain one, else whether it has (a left bound, a right one, which is 0, a cap).
+Kind = bool | tuple[bool, bool, bool, bool]
+
+
+def bounds(causal: Any, window: Any, softcap: Any) -> tuple[Kind, tuple[float, ...]]:
+    """(what a kernel depends on, what it takes after the scale) of these options; raises as check_options does."""
+    causal, left, right = _intersect(causal, window)
+    cap = _check_softcap(softcap)
+    if left is right is cap is None:
+        return causal, ()
+    return (left is not None, causal or right is not None, causal, cap is not None), (left or 0, right or 0, cap or 0.0)
 
 
 def _check_scale(scale: Any) -> float | None:
@@ -87,14 +143,14 @@ def _check_scale(scale: Any) -> float | None:
     return value
 
 
-def _spelled(scale: Any, value: float) -> str:
+def _spelled(given: Any, value: float) -> str:
     """`value`, unless rounding to float64 lost the number: then its size. Its digits may be too many for str()."""
     if math.isfinite(value) and value != 0:
         return str(value)
-    if not isinstance(scale, numbers.Rational):
-        return str(scale)
-    log2 = int(scale.numerator).bit_length() - int(scale.denominator).bit_length()
-    return f"about {'-' if scale < 0 else ''}2**{log2}"
+    if not isinstance(given, numbers.Rational):
+        return str(given)
+    log2 = int(given.numerator).bit_length() - int(given.denominator).bit_length()
+    return f"about {'-' if given < 0 else ''}2**{log2}"
 
 
 FUNCTORCH = "torch.func transforms (vmap, grad, jvp, ...) of attention are not built yet: call it on plain tensors"
@@ -110,22 +166,25 @@ def _refuse_foreign(unknown: dict[str, Any]) -> None:
         raise TypeError(f"attention() has no argument {name}={hint}")
 
 
+def spell(causal: Any, window: Any, softcap: Any) -> Options:
+    """Of these three alone, checked."""
+    causal, left, right = _intersect(causal, window)
+    window = None if left is right is None else (left, right)
+    return Options(causal=causal, window=window, softcap=_check_softcap(softcap))
+
+
 def check_options(arguments: dict[str, Any], unknown: dict[str, Any], backends: tuple[str, ...]) -> Options:
     """Options from the keyword arguments of a public function, or the sentence that refuses one of them."""
     _refuse_foreign(unknown)
-    given = {name for name in UNBUILT if arguments[name] is not None}
-    if _check_window(arguments["window"]):
-        given.add("window")
-    softcap = arguments["softcap"]
-    if softcap is not None and (isinstance(softcap, torch.Tensor) or softcap != 0):
-        given.add("softcap")
-    for name in sorted(given):
-        raise UnsupportedError(NOT_BUILT.format(name=name))
+    for name in UNBUILT:
+        if arguments[name] is not None:
+            raise UnsupportedError(NOT_BUILT.format(name=name))
+    spelled = spell(arguments["causal"], arguments["window"], arguments["softcap"])
     backend = arguments["backend"]
     if backend is not None and backend not in backends:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(backends)}")
-    return Options(
-        causal=_flag("causal", arguments["causal"]),
+    return replace(
+        spelled,
         scale=_check_scale(arguments["scale"]),
         return_lse=_flag("return_lse", arguments["return_lse"]),
         deterministic=_flag("deterministic", arguments["deterministic"]),
@@ -274,10 +333,11 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         head_dim_v=v.shape[3],
         heads_q=q.shape[2],
         heads_kv=k.shape[2],
-        mask=CAUSAL if options.causal else FULL,
+        mask=options.mask,
         lse=options.return_lse or needs_grad(q, k, v),
         deterministic=options.deterministic or torch.are_deterministic_algorithms_enabled(),
         ieee_float32=ieee_float32(q.dtype),
+        features=options.features,
         unaligned=tuple(fault for name, tensor in named for fault in alignment_faults(name, tensor, ROW_BYTES)),
     )
 

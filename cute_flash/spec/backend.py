@@ -9,11 +9,19 @@ q, dq   (batch, seqlen_q, heads_q, head_dim)         out, dout (batch, seqlen_q,
 k, dk   (batch, seqlen_k, heads_kv, head_dim)        lse, dlse (batch, heads_q, seqlen_q) float32 (float64 for float64)
 v, dv   (batch, seqlen_k, heads_kv, head_dim_v)      scale     a finite Python float > 0
 
+A Plan that is not `plain` has a windowed mask, a softcap or both. Its kernels take three numbers after the scale, here
+and below, of which one that the Plan does not use is 0:
+
+    ..., scale, left, right, softcap)
+
+left, right  Python ints in 0..2^30, the bounds that Plan.mask says there are (see mask.py; a causal mask's right is 0)
+softcap      a finite Python float > 0: scores become softcap * tanh(scale * q k / softcap) before the mask
+
 A backend may have a `caveat`, which `explain` shows beside its plans.
 
 A backend may offer a second forward for calls whose query tiles are too few to fill the GPU (see `split`):
 
-    kernel(q, k, v, out, lse, scale, o_partial, state_partial)
+    kernel(q, k, v, out, lse, scale[, left, right, softcap], o_partial, state_partial)
 
 o_partial     (splits, batch, heads_q, seqlen_q, Plan.head_dim_v) float32, scratch
 state_partial (splits, batch, heads_q, seqlen_q, 2) float32, scratch: a row's maximum and total in each split

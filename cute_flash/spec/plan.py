@@ -30,8 +30,14 @@ class Plan:
     deterministic: bool = False
     ieee_float32: bool = True
     tile: Tile | None = None
+    softcap: bool = False  # scores are capped: softcap * tanh(score / softcap)
     ctas: int = 0  # CTAs of a persistent kernel at most: the GPU's multiprocessors times what fits one; 0 = none
     variant: str = ""  # names a different schedule under the same backend
+
+    @property
+    def plain(self) -> bool:
+        """Does the kernel take the scale alone, and no bound or cap at run time? See the contract in backend.py."""
+        return not self.mask.windowed and not self.softcap
 
     def key(self) -> str:
         """A stable text of every field, for the disk cache."""
@@ -41,6 +47,7 @@ class Plan:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"
         words = [self.backend, self.direction, self.arch, self.dtype, f"d={dims}", str(self.mask)]
         words += [f"tile {self.tile}"] if self.tile else []
+        words += ["softcap"] if self.softcap else []
         words += ["lse"] if self.lse and self.direction == "forward" else []
         words += ["dlse"] if self.lse_grad else []
         words += [self.variant] if self.variant else []

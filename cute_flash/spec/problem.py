@@ -22,7 +22,7 @@ class Problem:
     lse_grad: bool = False  # backward only: a gradient arrives through LSE
     deterministic: bool = False
     ieee_float32: bool = True  # float32 matmuls must not round to TF32
-    features: frozenset[str] = frozenset()  # options beyond the plain call, by public name ("window", "softcap", ...)
+    features: frozenset[str] = frozenset()  # options beyond the plain call, by public name such as "softcap"
     unaligned: tuple[str, ...] = field(default=())  # why q, k or v is not 16-byte friendly, one sentence each
 
     @property

@@ -69,7 +69,7 @@ class Judged:
 
 
 def _options(case: Case) -> dict:
-    return {"causal": case.causal, "scale": case.scale}
+    return case.options
 
 
 def _errors(values, exact) -> tuple[float, ...]:

@@ -78,6 +78,12 @@ def test_vanishing_gradients(backend, values, causal):
     assert oracle.relative_error(dv, exact.dv) <= 2 * HALF_ULP[torch.bfloat16]  # P rounded, dV rounded
 
 
+@pytest.mark.parametrize(("case", "backend"), pairs(cases.window_cases() + cases.softcap_cases()))
+def test_windows_and_softcaps(case, backend):
+    inputs = cases.make_inputs(case, DEVICE)
+    runner(backend).check_gradients(*inputs.qkv, inputs.dout, **case.options)
+
+
 @pytest.mark.parametrize(("case", "backend"), pairs(c for c in cases.layout_cases() if c.head_dim in (64, 72)))
 def test_layouts(case, backend):
     inputs = cases.make_inputs(case, DEVICE)

@@ -69,6 +69,11 @@ def test_adversarial_values(case, backend, ratios):
     check(case, backend, ratios, floor=HALF_ULP[case.torch_dtype])
 
 
+@pytest.mark.parametrize(("case", "backend"), pairs(cases.window_cases() + cases.softcap_cases(), BACKENDS))
+def test_windows_and_softcaps(case, backend):
+    runner(backend).check(*cases.make_inputs(case, DEVICE).qkv, **case.options)
+
+
 @pytest.mark.parametrize(("case", "backend"), pairs(cases.layout_cases(), BACKENDS))
 def test_layouts(case, backend):
     """Strides change no bit of the result."""

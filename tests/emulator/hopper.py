@@ -80,6 +80,8 @@ def attend(
     splits: int | None,
     return_lse: bool = True,
     *,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
     arch: str = ARCH,
     sms: int = SMS,
     scale: float | None = None,
@@ -99,8 +101,8 @@ def attend(
         enter(settings.override(cache_dir=None, backend=None, strict=False))
         emulation = enter(cute_flash.emulate(arch, **knobs))
         start = time.process_time()
-        options = {"causal": causal, "scale": scale, "return_lse": return_lse, "backend": BACKENDS[arch]}
-        result = cute_flash.attention(*inputs.qkv, **options)
+        options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
+        result = cute_flash.attention(*inputs.qkv, **options, return_lse=return_lse, backend=BACKENDS[arch])
         seconds = time.process_time() - start - clock.seconds
         launches = list(emulation.launches)
     out, lse = result if return_lse else (result, None)

@@ -100,6 +100,38 @@ def test_a_window_of_another_option_never_changes_the_next_call():
     assert torch.equal(attention(q, k, v, scale=0.1), first)
 
 
+def test_bounds_and_caps_are_run_time_values_of_one_plan():
+    q, k, v = qkv(requires_grad=False)
+    asked = [{"window": window, "softcap": cap} for window in ((1, 0), (9, 0)) for cap in (2.0, 30)]
+    plans = {cute_flash.explain(q, k, v, **options).plan for options in asked}
+    assert len(plans) == 1
+    assert str(plans.pop().mask) == "window(left,0)"
+    kinds = {(None, 0): "causal", (4, None): "window(left,None)", (None, 4): "window(None,right)"}
+    for window, name in kinds.items():
+        assert str(cute_flash.explain(q, k, v, window=window).plan.mask) == name
+        assert str(cute_flash.explain(q, k, v, window=window).problem.mask) == name
+    assert str(cute_flash.explain(q, k, v, window=(4, 2), causal=True).plan.mask) == "window(left,0)"
+    assert not cute_flash.explain(q, k, v, softcap=0).plan.softcap
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"window": (3, 0)}, {"window": [3, None], "causal": True}),
+        ({"window": (3, 0)}, {"window": (3, 7), "causal": True}),
+        ({"window": (None, 0)}, {"causal": True}),
+        ({"window": (10**12, 4)}, {"window": (None, 4)}),
+        ({"softcap": 3}, {"softcap": 3.0}),
+    ],
+    ids=str,
+)
+def test_spellings_of_one_request_agree(one, other):
+    q, k, v = qkv(requires_grad=True)
+    first, second = attention(q, k, v, **one), attention(q, k, v, **other)
+    grads = [torch.autograd.grad(out.sum(), (q, k, v)) for out in (first, second)]
+    assert torch.equal(first, second) and all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 # ----------------------------------------------------------------------------------------------------------- empty
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import cute_flash.arch as arch
 from cute_flash import cli
-from cute_flash.runtime import compiler
+from cute_flash.runtime import compiler, request
 from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
 from cute_flash.spec.problem import BACKWARD, FORWARD
@@ -42,6 +42,14 @@ def test_explain_describes_an_imagined_gpu(capsys):
     )
     said = capsys.readouterr().out
     assert "head_dim=(192,128)" in said and "runs: sm90 forward" in said and "backward" not in said
+
+
+def test_explain_takes_a_window_and_a_softcap(capsys):
+    assert cli.main(["explain", "--window", "1023,0", "--softcap", "30", "--direction", "forward"]) == 0
+    assert "window(left,0) softcap" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "--window=-1,0"])
+    assert "None (not -1) means unbounded" in capsys.readouterr().err
 
 
 def test_explain_fails_aloud(capsys):
@@ -135,7 +143,7 @@ def test_no_plan_depends_on_head_counts(backend):
     """Why the commands have no option for them."""
     device = device_facts.imagined({"sm90": (9, 0), "sm100": (10, 0)}.get(backend.name, (8, 0)), "simulated")
     for dims, direction in itertools.product(((64, 64), (128, 128), (192, 128), (256, 256)), (FORWARD, BACKWARD)):
-        problem = cli._problem(device, "bfloat16", dims, direction, causal=True)
+        problem = cli._problem(device, "bfloat16", dims, direction, request.Options(causal=True))
         if not backend.refuse(problem):
             heads = [replace(problem, heads_q=q, heads_kv=kv) for q, kv in ((1, 1), (64, 8), (7, 1), (128, 128))]
             assert {backend.plan(each) for each in heads} == {backend.plan(problem)}

@@ -40,6 +40,21 @@ def test_agrees_with_pytorch(causal):
     assert oracle.relative_error(ours, theirs.transpose(1, 2)) < FLOAT64
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("window", [(0, 0), (1, None), (None, 2), (2, 1)], ids=str)
+def test_windows_and_softcaps_by_plain_loops(window, causal):
+    q, k, v = inputs(1, 5, 7, 2, 1, 3, 2)
+    out, lse = oracle.forward(q, k, v, causal=causal, window=window, softcap=0.7)
+    left, right = (math.inf if bound is None else bound for bound in window)
+    for i, h in ((i, h) for i in range(5) for h in range(2)):
+        seen = [j for j in range(7) if i + 2 - left <= j <= i + 2 + (0 if causal else right)]
+        scores = [sum((q[0, i, h] * k[0, j, 0]).tolist()) / math.sqrt(3) for j in seen]
+        weights = [math.exp(0.7 * math.tanh(s / 0.7)) for s in scores]
+        expected = sum(w / sum(weights) * v[0, j, 0] for j, w in zip(seen, weights, strict=True))
+        torch.testing.assert_close(out[0, i, h], expected, rtol=FLOAT64, atol=FLOAT64)
+        assert abs(lse[0, h, i].item() - math.log(sum(weights))) < FLOAT64
+
+
 def test_equal_scores_give_means_and_the_log_of_a_count():
     q, k, v = inputs(1, 3, 8, 2, 1, 4, 5)
     out, lse = oracle.forward(torch.zeros_like(q), k, v)
@@ -74,15 +89,20 @@ def test_empty_dimensions():
     assert [tuple(g.shape) for g in oracle.backward(q, k, v, out)] == [q.shape, k.shape, v.shape]
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_gradients_by_finite_differences(causal):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": (1, 1)}, {"softcap": 0.8}, {"window": (0, None), "softcap": 2.0}],
+    ids=str,
+)
+def test_gradients_by_finite_differences(options):
+    options = {"scale": 0.7, **options}
     q, k, v = inputs(1, 4, 5, 2, 1, 3, 2)
-    out, lse = oracle.forward(q, k, v, causal=causal)
+    out, lse = oracle.forward(q, k, v, **options)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    grads = oracle.backward(q, k, v, dout, dlse, causal=causal, scale=0.7)
+    grads = oracle.backward(q, k, v, dout, dlse, **options)
 
     def loss(tensors):
-        result = oracle.forward(*tensors, causal=causal, scale=0.7)
+        result = oracle.forward(*tensors, **options)
         return ((result.out * dout).sum() + (result.lse * dlse).sum()).item()
 
     step = 1e-5  # central differences: error about step^2 = 1e-10 plus 1e-16 / step = 1e-11

@@ -32,11 +32,15 @@ def test_flops_are_the_papers():
     assert full.flops == 4.0 * 4 * 16 * 4096**2 * 128
     assert causal.flops == full.flops / 2
     assert replace(causal, direction="bwd").flops == causal.flops * 2.5
+    window = points.point(128, "window1024", 16384)
+    assert window.flops == 4.0 * 16 * (1024 * 16384 - 1024 * 1023 / 2) * 128
+    assert points.point(128, "window9000", 8192, batch=1).flops == 4.0 * 16 * (8192 * 8193 / 2) * 128
+    assert (window.causal, window.left) == (True, 1023)
     assert points.point(192, "full", 4096, 128).flops == 2.0 * 4 * 10 * 4096**2 * (192 + 128)
 
 
 def test_tables_have_every_point_once():
-    for name, size in (("hopper-forward", 96), ("hopper-backward", 96)):
+    for name, size in (("hopper-forward", 97), ("hopper-backward", 97)):
         keys = [records.key_of(point) for point in points.SETS[name]]
         assert len(keys) == len(set(keys)) == size
     lengths = {p.seqlen_q for p in points.SETS["hopper-forward"] if "flex" not in p.without}
@@ -55,17 +59,21 @@ def test_points_are_spelled_and_selected():
 
 
 @pytest.mark.parametrize("lengths", [(37, 37), (20, 50), (50, 20)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_gate_agrees_with_the_oracle(lengths, causal, monkeypatch):
+@pytest.mark.parametrize("mask", ["full", "causal", "window7", "window1"])
+def test_the_gate_agrees_with_the_oracle(lengths, mask, monkeypatch):
     monkeypatch.setattr(check, "CHUNK_BYTES", 4096)  # several chunks of rows
     generator = torch.Generator().manual_seed(1)
     shapes = ((2, lengths[0], 4, 16), (2, lengths[1], 2, 16), (2, lengths[1], 2, 24), (2, lengths[0], 4, 24))
     q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    exact = check.reference(q, k, v, causal, 0.25, dout)
-    want = oracle.forward(q, k, v, causal=causal, scale=0.25)
+    point = points.point(16, mask, 64)
+    exact = check.reference(q, k, v, check.Band(point.causal, point.left), 0.25, dout)
+    options = {"causal": mask != "full", "scale": 0.25}
+    if mask.startswith("window"):
+        options["window"] = (int(mask.removeprefix("window")) - 1, 0)
+    want = oracle.forward(q, k, v, **options)
     torch.testing.assert_close(exact.out, want.out)
     torch.testing.assert_close(exact.lse, want.lse)
-    grads = oracle.backward(q, k, v, dout, causal=causal, scale=0.25)
+    grads = oracle.backward(q, k, v, dout, **options)
     for ours, theirs in zip(exact.grads, (grads.dq, grads.dk, grads.dv), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -86,8 +94,9 @@ def test_no_number_on_a_wrong_answer():
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_a_contestant_is_run_and_checked(direction):
-    point = replace(POINT, direction=direction).shrunk(40)
+@pytest.mark.parametrize("mask", [POINT.mask, "window1024"])
+def test_a_contestant_is_run_and_checked(direction, mask):
+    point = replace(POINT, direction=direction, mask=mask).shrunk(40)
     inputs = series.Inputs.draw(point, torch.device("cpu"), seed=3)
     exact = inputs.reference(point)
     contestant = baselines.CONTESTANTS["ours"]

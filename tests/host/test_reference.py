@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_flash.arch.reference import tiles
 from cute_flash.arch.reference.backend import BACKEND
 from cute_flash.spec.device import Device
-from cute_flash.spec.mask import CAUSAL, FULL, Mask
+from cute_flash.spec.mask import CAUSAL, FULL, Bounds, Mask
 from cute_flash.spec.plan import Tile
 from cute_flash.spec.problem import FORWARD
 from tests import cases, direct, oracle
@@ -37,7 +37,7 @@ def check(case: Case, tile: Tile | None = None, tolerance: float | None = None) 
     """Output, LSE and gradients (with one arriving through LSE) against the oracle."""
     given_inputs = cases.make_inputs(case)
     q, k, v, dout = *given_inputs.qkv, given_inputs.dout
-    options = {"causal": case.causal, "scale": case.scale}
+    options = case.options
     expected = oracle.forward(q, k, v, **options)
     got = direct.forward(BACKEND, q, k, v, tile=tile, **options)
     dlse = torch.randn(got.lse.shape, generator=torch.Generator().manual_seed(1)).to(got.lse.dtype)
@@ -62,6 +62,19 @@ def test_exact(case, causal, dtype):
     check(replace(case, causal=causal, dtype=dtype))
 
 
+@pytest.mark.parametrize("case", cases.window_cases()[::4], ids=str)
+def test_windows(case):
+    check(replace(case, dtype="float64", batch=1))
+
+
+@pytest.mark.parametrize("case", cases.softcap_cases()[::3], ids=str)
+def test_softcaps(case):
+    check(replace(case, dtype="float64", batch=1), tolerance=1e-11)  # scores reach 70: see below
+
+
+BOUNDS = st.none() | st.integers(0, 45)
+
+
 @st.composite
 def small_cases(draw):
     heads_kv, group = draw(st.integers(1, 3)), draw(st.integers(1, 4))
@@ -78,6 +91,8 @@ def small_cases(draw):
         layout=draw(st.sampled_from(cases.LAYOUTS)),
         values=draw(st.sampled_from(("normal", "large", "outliers", "tiny"))),
         scale=draw(st.sampled_from((None, 0.3, 1.7))),
+        window=draw(st.none() | st.tuples(BOUNDS, BOUNDS)),
+        softcap=draw(st.sampled_from((None, None, 0.5, 20.0))),
     )
 
 
@@ -170,6 +185,8 @@ def test_fully_masked_tiles_are_skipped():
     assert visited == list(range(1, 33))
     masked = tiles.Geometry(CAUSAL, Tile(128, 128), 512, 128)
     assert [len(list(masked.key_tiles(rows))) for rows in masked.query_tiles()] == [0, 0, 0, 1]
+    window = tiles.Geometry(Mask(left=True, right=True), Tile(128, 128), 1024, 1024, Bounds(128, 128))
+    assert [len(list(window.key_tiles(rows))) for rows in window.query_tiles()] == [2, *[3] * 6, 2]
 
 
 def test_only_diagonal_tiles_are_masked():
@@ -177,6 +194,10 @@ def test_only_diagonal_tiles_are_masked():
     for rows in geometry.query_tiles():
         needs_mask = [geometry.hidden(rows, keys, torch.device("cpu")) is not None for keys in geometry.key_tiles(rows)]
         assert needs_mask == [False] * (len(needs_mask) - 1) + [True]
+    window = tiles.Geometry(Mask(left=True, right=True), Tile(64, 64), 640, 640, Bounds(128, 128))
+    rows = list(window.query_tiles())[4]
+    hides = [window.hidden(rows, keys, torch.device("cpu")) is not None for keys in window.key_tiles(rows)]
+    assert hides == [True, False, False, False, True]
 
 
 def test_bitwise_repeatable():
@@ -216,8 +237,7 @@ H200 = Device("cuda", 0, "NVIDIA H200", (9, 0), 132)
         ({"head_dim_v": 300}, "head_dim_v=300 is outside 8..256"),
         ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn is not one of"),
         ({"dtype": "int32"}, "dtype int32 is not one of"),
-        ({"mask": Mask(left=True, right=True)}, "mask window is not built yet"),
-        ({"features": frozenset({"softcap"})}, "softcap= is not built yet"),
+        ({"features": frozenset({"sink"})}, "sink= is not built yet"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

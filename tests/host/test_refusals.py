@@ -88,9 +88,6 @@ def test_a_bad_call_after_a_good_one_is_still_refused():
 @pytest.mark.parametrize(
     "option",
     [
-        {"window": (3, 0)},
-        {"window": (None, 5)},
-        {"softcap": 15.0},
         {"sink": torch.zeros(4)},
         {"alibi_slopes": torch.zeros(4)},
         {"score_mod": lambda s, *_: s},
@@ -112,6 +109,33 @@ def test_options_not_built_yet_are_refused_by_name(option):
 def test_options_that_ask_for_nothing_are_taken(neutral):
     q, k, v = (torch.randn_like(t) for t in inputs())
     assert torch.equal(attention(q, k, v, **neutral), attention(q, k, v))
+
+
+@pytest.mark.parametrize("softcap", [-1.0, math.nan, math.inf, 2.0**-17, 1025], ids=str)
+def test_a_softcap_that_cannot_be_computed_right_is_refused(softcap):
+    for call in (attention, explain):
+        with pytest.raises(ValueError, match=r"softcap=.*a softcap is None, 0 or from 2\*\*-16 to 2\*\*10"):
+            call(*inputs(), softcap=softcap)
+
+
+@pytest.mark.parametrize("softcap", ["15", torch.tensor(15.0), 1j, True, (1.0,)], ids=repr)
+def test_a_softcap_is_a_number(softcap):
+    with pytest.raises(TypeError, match="softcap must be a Python number"):
+        attention(*inputs(), softcap=softcap)
+
+
+@pytest.mark.parametrize("option", [{"window": (3, 1)}, {"softcap": 15.0}], ids=str)
+def test_a_warm_call_refuses_the_windows_and_softcaps_that_a_cold_one_refuses(option):
+    """Equal keys, other types: True == 1 == 1.0."""
+    attention(*inputs(), **option)
+    for window in ((3, True), (3.0, 1), (3, -1), (3, 1, 0)):
+        with pytest.raises((TypeError, ValueError), match="window"):
+            attention(*inputs(), window=window)
+    for softcap in (True, -15.0, torch.tensor(15.0)):
+        with pytest.raises((TypeError, ValueError), match="softcap"):
+            attention(*inputs(), softcap=softcap)
+    with pytest.raises(TypeError, match="causal must be True or False"):
+        attention(*inputs(), causal=2, **option)
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (-1, 5), (0, -1)], ids=str)

@@ -44,13 +44,37 @@ def test_widest_rows_fit(capability, direction, dims):
     check(plan_for(direction, capability, dims))
 
 
+WINDOW = Mask(left=True, right=True)
+SLIDING = Mask(left=True, right=True, causal=True)
+CAPPED = frozenset({"softcap"})
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
-@pytest.mark.parametrize("fields", [{"mask": FULL}, {"lse": False}, {"lse_grad": True}, {"dtype": "float16"}], ids=str)
+def test_windows_and_softcaps_fit(capability, direction):
+    """Both together: whatever either takes of registers and shared memory."""
+    check(plan_for(direction, capability, (128, 128), mask=WINDOW, features=CAPPED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, SLIDING, Mask(left=True), Mask(right=True), WINDOW], ids=str)
+@pytest.mark.parametrize("features", [CAPPED, frozenset()], ids=["softcap", "plain"])
+def test_every_bound_and_cap_fits(capability, direction, mask, features):
+    for dims in ((64, 64), (256, 256)):
+        check(plan_for(direction, capability, dims, mask=mask, features=features))
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize(
+    "fields", [{"mask": FULL}, {"lse": False}, {"lse_grad": True}, {"dtype": "float16"}, {"mask": SLIDING}], ids=str
+)
 def test_variants_compile(direction, fields):
     check(plan_for(direction, (9, 0), (80, 64), **fields))
 
 
-@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, SLIDING], ids=str)
 def test_wgmma_of_the_forward_is_not_serialised(mask):
     """ptxas waits after every single wgmma when it cannot follow the accumulator: then waits are as many as matmuls."""
     forward = importlib.import_module("cute_flash.arch.triton.forward")
@@ -77,7 +101,8 @@ class Recorder:
 @pytest.mark.parametrize("seqlen", [1, 64, 77])
 @pytest.mark.parametrize("heads_kv", [1, 3])
 @pytest.mark.parametrize("with_lse", [True, False], ids=["lse", "no lse"])
-def test_a_launch_finds_what_was_compiled_ahead(monkeypatch, seqlen, heads_kv, with_lse):
+@pytest.mark.parametrize("mask", [CAUSAL, WINDOW, SLIDING], ids=str)
+def test_a_launch_finds_what_was_compiled_ahead(monkeypatch, seqlen, heads_kv, with_lse, mask):
     """The source that Triton makes of a launch is the one compiled ahead, whatever the lengths and head counts."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -89,14 +114,16 @@ def test_a_launch_finds_what_was_compiled_ahead(monkeypatch, seqlen, heads_kv, w
     k, v = (torch.empty(2, seqlen, heads_kv, 64, dtype=torch.bfloat16) for _ in range(2))
     lse = torch.empty(2, 3, seqlen)
     dlse = lse if with_lse else None
+    numbers = (0.1, 16 * seqlen, 0 if mask.causal else seqlen, 30.0) if mask.windowed else (0.1,)
+    features = CAPPED if mask.windowed else frozenset()
     launches = {
-        FORWARD: (q, k, v, out, lse if with_lse else None, 0.1),
-        BACKWARD: (out, q, k, v, out, lse, dlse, *grads, 0.1),
+        FORWARD: (q, k, v, out, lse if with_lse else None, *numbers),
+        BACKWARD: (out, q, k, v, out, lse, dlse, *grads, *numbers),
     }
     names = {FORWARD: ["attention_forward"], BACKWARD: ["attention_backward_dq", "attention_backward_dkdv"]}
     for direction, arguments in launches.items():
         module = importlib.import_module(f"cute_flash.arch.triton.{direction}")
-        plan = plan_for(direction, (9, 0), (64, 64), lse=with_lse, lse_grad=with_lse)
+        plan = plan_for(direction, (9, 0), (64, 64), mask=mask, features=features, lse=with_lse, lse_grad=with_lse)
         ahead = module.compile_ahead(plan)
         launch = module.build(plan)
         kernels = [getattr(module, name) for name in names[direction]]

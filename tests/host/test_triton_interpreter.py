@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cute_flash.runtime import request
 from cute_flash.spec.device import Device
-from cute_flash.spec.mask import CAUSAL, FULL
 from cute_flash.spec.plan import Tile
 from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 from tests import oracle
@@ -40,8 +40,12 @@ class Case:
     batch: int = 1
     layout: str = "plain"  # of q, k, v and dout, see `arranged`
     tile: tuple[int, int] | None = None  # (tile_m, tile_n); None = the Plan's
+    gain: float = 1.0  # of q
     offset: float = 0.0  # added to q, subtracted from k: scores far below zero
     lse_grad: bool = True
+    unseen_is_nan: bool = False  # what lies in tiles that no row sees, or whose rows see no key: a visit shows
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
     variant: str = ""  # of the backward's Plan, where `tile` is given
 
     def __str__(self) -> str:
@@ -53,6 +57,9 @@ TINY = (16, 16)
 EDGES = (1, 63, 64, 65, 127, 129)
 UNEQUAL = ((1, 100), (33, 47), (64, 1), (95, 64), (32, 48), (47, 33))
 BOTH = (False, True)
+# Single keys, one-sided, narrower than a tile, at and beside tile edges, wider than everything.
+WINDOWS = ((0, 0), (None, 7), (0, None), (5, 3), (31, 1), (32, 16), (None, 0), (33, None), (500, 500))
+VARIANTS = ("mask-all", "dq-64x16x1x4")
 LAYOUTS = ("bhsd", "expanded", "columns", "sliced")
 CASES = [
     *(Case(n, n, causal=causal, dtype="float16", head_dim=32, head_dim_v=32) for n in EDGES for causal in BOTH),
@@ -65,6 +72,20 @@ CASES = [
     Case(40, 40, causal=True, lse_grad=False, tile=SMALL),
     *(Case(37, 50, causal=causal, tile=SMALL, variant="mask-all") for causal in BOTH),
     *(Case(37, 50, causal=causal, tile=SMALL, variant="dq-64x16x1x4") for causal in BOTH),
+    *(
+        Case(*lengths, 2, 1, 16, 16, tile=SMALL, window=w)
+        for w in WINDOWS
+        for lengths in ((95, 95), (40, 90), (90, 40))
+    ),
+    *(Case(95, 80, 1, 1, 16, 16, True, tile=SMALL, window=w) for w in ((0, None), (20, 5), (200, 200))),
+    *(Case(95, 90, 4, 2, 16, 16, tile=TINY, window=w, variant=v) for w in ((20, 9), (None, 3)) for v in VARIANTS),
+    *(Case(1, n, 4, 1, 16, 16, tile=SMALL, window=w) for n in (1, 70) for w in ((0, 0), (33, None))),
+    Case(160, 170, 1, 1, 64, 64, dtype="float16", window=(50, 0)),
+    *(Case(40, 50, 4, 2, 16, 16, causal, tile=SMALL, softcap=c, gain=6.0) for c in (0.5, 15.0) for causal in BOTH),
+    *(Case(60, 47, 2, 1, 20, 24, tile=SMALL, window=(20, 9), softcap=3.0, gain=6.0, variant=v) for v in VARIANTS),
+    Case(160, 256, causal=True, offset=5.0, softcap=20.0),  # every score is -200: tanh is -1, its derivative 1e-8
+    Case(65, 66, dtype="float16", softcap=50.0, gain=4.0),
+    *(Case(*n, 2, 1, 16, 16, tile=TINY, window=w, unseen_is_nan=True) for n in ((40, 130), (130, 40)) for w in WINDOWS),
 ]
 
 
@@ -85,6 +106,16 @@ def arranged(shape: tuple[int, int, int, int], layout: str, dtype: torch.dtype) 
     return torch.randn(shape).to(dtype)
 
 
+def poison_unseen(case: Case, rows: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor, ...]) -> None:
+    """NaN in whole tiles of rows (q, dout) and keys (k, v) that take no part."""
+    seen = oracle.visible_keys(case.seqlen_q, case.seqlen_k, case.causal, torch.device("cpu"), case.window)
+    for tensors, used, tile in ((rows, seen.any(1), case.tile[0]), (keys, seen.any(0), case.tile[1])):
+        first, *_, last = [*used.nonzero().flatten().tolist()] * 2
+        for tensor in tensors:
+            tensor[:, : first // tile * tile] = math.nan
+            tensor[:, -(-(last + 1) // tile) * tile :] = math.nan
+
+
 class Output:
     """A NaN-filled tensor with a margin of sentinels on every side but the batch's."""
 
@@ -102,9 +133,10 @@ class Output:
 def plan_and_build(direction: str, case: Case):
     from cute_flash.arch.triton.backend import BACKEND
 
+    options = request.spell(case.causal, case.window, case.softcap)
     problem = Problem(
         direction, H200, case.dtype, case.head_dim, case.head_dim_v, case.heads_q, case.heads_kv,
-        CAUSAL if case.causal else FULL, lse=True, lse_grad=direction == BACKWARD and case.lse_grad,
+        options.mask, lse=True, lse_grad=direction == BACKWARD and case.lse_grad, features=options.features,
     )  # fmt: skip
     plan = BACKEND.plan(problem)
     if case.tile is not None:
@@ -119,19 +151,24 @@ def measure(case: Case) -> dict[str, float]:
     dtype = getattr(torch, case.dtype)
     shape_q = (case.batch, case.seqlen_q, case.heads_q, case.head_dim)
     shape_k = (case.batch, case.seqlen_k, case.heads_kv, case.head_dim)
-    q = arranged(shape_q, case.layout, dtype) + case.offset
+    q = arranged(shape_q, case.layout, dtype) * case.gain + case.offset
     k = arranged(shape_k, case.layout, dtype) - case.offset
     v = arranged((*shape_k[:3], case.head_dim_v), case.layout, dtype)
     dout = arranged((*shape_q[:3], case.head_dim_v), case.layout, dtype)
+    if case.unseen_is_nan:
+        poison_unseen(case, (q, dout), (k, v))
     dlse = torch.randn(case.batch, case.heads_q, case.seqlen_q) if case.lse_grad else None
-    scale = case.head_dim**-0.5
+    options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    numbers = (case.head_dim**-0.5, *request.bounds(**options)[1])
     out, lse = Output(dout.shape, dtype), Output(torch.Size((case.batch, case.heads_q, case.seqlen_q)), torch.float32)
-    plan_and_build(FORWARD, case)(q, k, v, out.tensor, lse.tensor, scale)
+    plan_and_build(FORWARD, case)(q, k, v, out.tensor, lse.tensor, *numbers)
     grads = [Output(x.shape, dtype) for x in (q, k, v)]
-    plan_and_build(BACKWARD, case)(dout, q, k, v, out.tensor, lse.tensor, dlse, *(grad.tensor for grad in grads), scale)
+    written = [grad.tensor for grad in grads]
+    plan_and_build(BACKWARD, case)(dout, q, k, v, out.tensor, lse.tensor, dlse, *written, *numbers)
 
-    right = oracle.forward(q, k, v, causal=case.causal)
-    right_grads = oracle.backward(q, k, v, dout, dlse, causal=case.causal)
+    q, k, v, dout = (x.nan_to_num(0.0) if case.unseen_is_nan else x for x in (q, k, v, dout))
+    right = oracle.forward(q, k, v, **options)
+    right_grads = oracle.backward(q, k, v, dout, dlse, **options)
     errors = {"out": oracle.relative_error(out.tensor, right.out), "lse": oracle.lse_excess(lse.tensor, right.lse)}
     for name, grad, reference in zip(("dq", "dk", "dv"), grads, right_grads, strict=True):
         errors[name] = oracle.relative_error(grad.tensor, reference)
@@ -158,7 +195,7 @@ def serve() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         fields = json.loads(line)
-        fields["tile"] = fields["tile"] and tuple(fields["tile"])
+        fields |= {name: fields[name] and tuple(fields[name]) for name in ("tile", "window")}
         print(json.dumps(measure(Case(**fields))), flush=True)
 
 

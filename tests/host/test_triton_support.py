@@ -9,7 +9,7 @@ import pytest
 from cute_flash.arch.triton import tiles
 from cute_flash.arch.triton.backend import BACKEND
 from cute_flash.spec.device import Device
-from cute_flash.spec.mask import CAUSAL, FULL, Mask
+from cute_flash.spec.mask import CAUSAL, FULL
 from cute_flash.spec.plan import Tile
 from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 
@@ -43,8 +43,7 @@ def test_takes_every_gpu_from_8_0(capability, direction):
         (problem(dtype="float64"), ["float64"]),
         (problem(head_dim=257), ["head_dim=257", "8..256"]),
         (problem(head_dim_v=4), ["head_dim_v=4", "8..256"]),
-        (problem(mask=Mask(left=True, right=True)), ["window"]),
-        (problem(features=frozenset({"softcap"})), ["softcap="]),
+        (problem(features=frozenset({"sink"})), ["sink="]),
     ],
     ids=lambda value: str(value)[:40],
 )

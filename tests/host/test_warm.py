@@ -39,11 +39,15 @@ def test_a_warm_call_allocates_its_outputs_and_makes_no_problem(backends, monkey
     if strided:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
     needy = q.detach().requires_grad_()
-    calls = [((q, k, v), {}), ((q, k, v), {"return_lse": True}), ((needy, k, v), {"scale": 0.5})]
+    bounded = {"window": (3, 5), "softcap": 9.0}
+    calls = [
+        ((q, k, v), {}), ((q, k, v), {"return_lse": True}), ((needy, k, v), {"scale": 0.5}), ((q, k, v), bounded)
+    ]  # fmt: skip
     for inputs, options in calls:
         attention(*inputs, **options)
     monkeypatch.setattr(Problem, "__init__", None)
-    for (inputs, options), count in zip(calls, (1, 2, 2), strict=True):
+    calls.append(((q, k, v), {"window": [700, 1], "softcap": 2}))  # other values are as warm
+    for (inputs, options), count in zip(calls, (1, 2, 2, 1, 1), strict=True):
         with Operations() as operations:
             attention(*inputs, **options)
         assert [name for name in operations.names if name not in ("detach", "alias")] == ["new_empty"] * count
