@@ -11,6 +11,7 @@ from .runtime.dispatch import Decision
 from .runtime.launch import Call
 from .runtime.request import SCALE_MAX, SCALE_MIN, Options
 from .spec import settings
+from .spec.problem import SHORT_KEYS
 
 # (what a kernel depends on, shapes and strides left out) -> Call. Bounded because a key holds settings.generation.
 _warm: dict[tuple[Any, ...], Call] = {}
@@ -81,7 +82,7 @@ def attention(
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             key = (
                 dtype, q.device, heads_q, heads_k, head_dim, head_dim_v,
-                kind, return_lse, deterministic or _torch_deterministic(), grad,
+                kind, seqlen_k <= SHORT_KEYS, return_lse, deterministic or _torch_deterministic(), grad,
                 backend, settings.generation, dtype is not _float32 or request.ieee_float32(dtype),
             )  # fmt: skip
             call = _warm.get(key)

@@ -174,6 +174,7 @@ SETS = {
     "foundation-backward": tuple(replace(p, direction="bwd") for p in _foundation()),
     "hopper-forward": tuple(_table("fwd")),
     "hopper-backward": tuple(_table("bwd")),
+    "blackwell-forward": tuple(_table("fwd")),
 }
 SHORT_NAMES = {
     "d": "head_dim",

@@ -1,11 +1,12 @@
 """Signs the contract for Blackwell (compute capability 10.0 and 10.3)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import Problem
+from cute_flash.spec.problem import FORWARD, Problem
 
 from . import support, tiles
 
@@ -35,16 +36,20 @@ class Sm100Backend:
             mask=problem.mask,
             lse=problem.lse,
             tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v),
+            softcap="softcap" in problem.features,
             ctas=problem.device.sm_count
             if tiles.persistent(problem.head_dim, problem.head_dim_v, str(problem.mask))
             else 0,
         )
 
     def split(self, plan: Plan) -> Plan | None:
-        return None
+        """One query tile a CTA: with so few rows the second one would be empty."""
+        if plan.direction != FORWARD or not plan.plain:
+            return None
+        return replace(plan, tile=tiles.split_tile(plan.head_dim, plan.head_dim_v), ctas=0, variant=tiles.SPLIT)
 
     def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
-        """A TVM-FFI function (q, k, v, out, lse, scale) on the current stream. `options`: more for cute.compile."""
+        """A TVM-FFI function on the current stream, see the contract. `options`: more for cute.compile."""
         from .compile import compile_forward
 
         return compile_forward(plan, options)

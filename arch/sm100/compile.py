@@ -1,39 +1,13 @@
-"""From a Plan to a compiled function: fake tensors with dynamic shapes, so that one compile serves every size."""
-
-import cutlass
-import cutlass.cute as cute
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+"""Which kernel a Plan names, and its compilation."""
 
 from cute_flash.spec.plan import Plan
 
-from .forward import ForwardSm100
-
-DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
-
-
-def _rows(dtype: type, sizes: tuple) -> cute.Tensor:
-    """(batch, seqlen, heads, width): width contiguous, other strides 64-bit and 16-byte multiples (TMA's rule)."""
-    step = 128 // dtype.width
-    strides = (*(cute.sym_int64(divisibility=step) for _ in range(3)), 1)
-    return make_fake_tensor(dtype, sizes, strides, assumed_align=16)
+from ..common import operands
+from .forward import BoundedForwardSm100, ForwardSm100, SplitForwardSm100
+from .tiles import SPLIT
 
 
 def compile_forward(plan: Plan, options: str = ""):
-    dtype = DTYPES[plan.dtype]
-    batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
-    head_dim, head_dim_v = cute.sym_int(), cute.sym_int()
-    lse = None
-    if plan.lse:
-        lse_strides = (cute.sym_int64(), cute.sym_int64(), 1)
-        lse = make_fake_tensor(cutlass.Float32, (batch, heads_q, seqlen_q), lse_strides, assumed_align=4)
-    return cute.compile(
-        ForwardSm100(plan, dtype),
-        _rows(dtype, (batch, seqlen_q, heads_q, head_dim)),
-        _rows(dtype, (batch, seqlen_k, heads_kv, head_dim)),
-        _rows(dtype, (batch, seqlen_k, heads_kv, head_dim_v)),
-        _rows(dtype, (batch, seqlen_q, heads_q, head_dim_v)),
-        lse,
-        cutlass.Float32(1.0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi --gpu-arch {plan.arch} {options}",
-    )
+    split = plan.variant == SPLIT
+    kernel = SplitForwardSm100 if split else ForwardSm100 if plan.plain else BoundedForwardSm100
+    return operands.compile_forward(kernel(plan, operands.DTYPES[plan.dtype]), plan, split, options)

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from ..common.numeric import pack_fragment
+from ..common.numeric import mul_rn, pack_fragment
 from ..common.order import WorkTile
 from ..common.rowstate import RowState, log_sum_exp
 from .load import TmaSource
@@ -52,6 +52,27 @@ def output_to_smem(
 
 
 @cute.jit
+def store_partial(
+    tmem: cute.Pointer,
+    row: cute.Tensor,
+    shape: cutlass.Constexpr[ForwardShape],
+    factor: Float32,
+    seen: tuple[Int32, Boolean],
+):
+    """row (width_v,) float32 of this thread: O of one split, divided by its sum. seen: (thread, is it a query row?)."""
+    thread, real = seen
+    values = cute.make_rmem_tensor((COLUMNS,), Float32)
+    parts = cute.tiled_divide(row, (COLUMNS,))  # ((32,), width_v / 32)
+    for first in cutlass.range_constexpr(0, shape.width_v, COLUMNS):
+        load_columns(tmem, shape.o_column(0) + first, values, 0, COLUMNS, thread)
+        cute.arch.fence_view_async_tmem_load()
+        for c in cutlass.range_constexpr(COLUMNS):
+            values[c] = values[c] * factor
+        if real:
+            cute.autovec_copy(values, parts[(None,), first // COLUMNS])
+
+
+@cute.jit
 def store_output(
     out: OutputRoom, work: WorkTile, tile: cutlass.Constexpr[int], shape: cutlass.Constexpr[ForwardShape], warp: Int32
 ):
@@ -85,3 +106,12 @@ def store_lse(lse: cute.Tensor, state: RowState, work: WorkTile, row: Int32, sca
     rows = lse[work.batch, work.head, None]
     if row < rows.shape[0]:
         rows[row] = log_sum_exp(state.maximum[0], state.total[0], scale_log2)
+
+
+@cute.jit
+def store_state(partial: cute.Tensor, state: RowState, work: WorkTile, row: Int32, scale_log2: Float32):
+    """partial (batch, heads_q, seqlen_q, 2) float32, (maximum, total): what common/combine.py wants of a split."""
+    rows = partial[work.batch, work.head, None, None]
+    if row < rows.shape[0]:
+        rows[row, 0] = mul_rn(state.maximum[0], scale_log2)
+        rows[row, 1] = state.total[0]

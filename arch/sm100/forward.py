@@ -6,6 +6,7 @@ rescaling of O off the softmax, and does it only where a maximum grew much. Key 
 sees are not given to the first.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import cutlass
@@ -16,18 +17,19 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
 
-from ..common.blocks import KeyTiles, key_tiles
+from ..common.blocks import KeyTiles, key_tiles, part_of, window_tiles
+from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E, fresh
 from ..common.order import Rounds, WorkTile, head_by_head, longest_first, rounds_of, tile_count
 from ..common.rowstate import inverse_total, make_row_state, reset
 from .correction import CorrectionContext, CorrectionState, correct_pair, correct_single, receive_factor
-from .epilogue import OutputRoom, await_stores, output_to_smem, store_lse, store_output
+from .epilogue import OutputRoom, await_stores, output_to_smem, store_lse, store_output, store_partial, store_state
 from .load import LoadContext, TmaSource, load_tile, tile_copy
-from .mask import visible_keys
+from .mask import Visible, visible_keys
 from .memory import ForwardLayouts, ForwardShape, forward_layouts, forward_storage
 from .mma import ForwardMmas, MmaContext, MmaState, make_fragments, multiply_pair, multiply_single
 from .pipeline import O_STORED, after_wait, barrier_count, before_arrive, open_barriers, ring_start
-from .schedule import ROWS, WARPGROUP, WARPS_PER_GROUP, forward_schedule
+from .schedule import ROWS, WARPGROUP, WARPS_PER_GROUP, Run, forward_schedule
 from .softmax import SoftmaxContext, SoftmaxPlan, SoftmaxSlots, send_factor, softmax_step
 from .tiles import TMEM_COLUMNS, emulated_pairs
 
@@ -47,6 +49,34 @@ class Sizes(NamedTuple):
     heads_kv: Int32
     seqlen_q: Int32
     seqlen_k: Int32
+    splits: Int32 | None = None  # CTAs that share the keys of a query tile
+    bounds: tuple = (None, None)  # left and right of a window, where Plan.mask has them
+
+    @property
+    def lengths(self) -> tuple[Int32, Int32]:
+        return self.seqlen_q, self.seqlen_k
+
+
+class Unit(NamedTuple):
+    """What a CTA works on at a time."""
+
+    work: WorkTile
+    split: Int32 | None
+
+
+class Softening(NamedTuple):
+    """How a score becomes an exponent, in log2."""
+
+    scale_log2: Float32  # of the score, or of its tanh
+    cap_slope: Float32 | None = None  # see SoftmaxContext
+
+
+class Results(NamedTuple):
+    """What leaves without TMA."""
+
+    lse: cute.Tensor | None  # (batch, heads_q, seqlen_q)
+    o_partial: cute.Tensor | None = None  # (splits, batch, heads_q, seqlen_q, width_v) float32
+    state_partial: cute.Tensor | None = None  # (splits, batch, heads_q, seqlen_q, 2) float32
 
 
 class Room(NamedTuple):
@@ -70,9 +100,9 @@ class ForwardSm100:
         self.shape = ForwardShape(plan.tile, plan.head_dim, plan.head_dim_v)
         if self.max_ctas and self.shape.shared_output:
             raise ValueError(f"{plan}: where O takes Q's room, a CTA cannot take a second work tile")
-        self.causal = plan.mask.causal
+        self.mask = plan.mask
         self.dtype = dtype
-        self.schedule = forward_schedule(plan.tile, plan.head_dim)
+        self.schedule = forward_schedule(plan.tile)
         self.mmas = ForwardMmas(self.shape, dtype)
         self.softmax_plan = SoftmaxPlan(self.shape, dtype, emulated_pairs(plan.arch, plan.head_dim))
 
@@ -87,6 +117,11 @@ class ForwardSm100:
         scale: Float32,
         stream,
     ):
+        self.launch((q, k, v, o), Results(lse), Softening(scale * LOG2_E), (None, None), stream)
+
+    @cute.jit
+    def launch(self, tensors: tuple, results: Results, softening: Softening, bounds: tuple, stream):
+        q, k, v, o = tensors
         shape, qk, pv = self.shape, self.mmas.qk(), self.mmas.pv()
         layouts = forward_layouts(shape, qk, pv, self.dtype)
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
@@ -109,9 +144,10 @@ class ForwardSm100:
             v=TmaSource(*make_tiled_tma_atom_B(load, view(v, columns), stage(layouts.v), v_tile, pv)),
             o=TmaSource(*cpasync.make_tiled_tma_atom(store, view(o, rows), o_stage, o_box)),
         )
-        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1])
+        splits = None if cutlass.const_expr(results.o_partial is None) else results.o_partial.shape[0]
+        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], splits, bounds)
         tiles = self._count(sizes)
-        self.kernel(sources, lse, scale * LOG2_E, sizes, layouts).launch(
+        self.kernel(sources, results, softening, sizes, layouts).launch(
             grid=(cutlass.min(tiles, self.max_ctas) if cutlass.const_expr(self.max_ctas > 0) else tiles, 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,  # tells ptxas the register count at entry; without it setmaxnreg is ignored
@@ -119,22 +155,26 @@ class ForwardSm100:
         )
 
     def _count(self, sizes: Sizes) -> Int32:
-        return tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
+        tiles = tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
+        return tiles if sizes.splits is None else tiles * sizes.splits
 
     def _rounds(self, sizes: Sizes) -> Rounds:
-        """Work tiles of this CTA."""
+        """Units of this CTA."""
         if self.max_ctas > 0:
             return rounds_of(self._count(sizes))
         return Rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], 1)
 
-    def _work_of(self, rounds: Rounds, turn: Int32, sizes: Sizes) -> WorkTile:
+    def _unit_of(self, rounds: Rounds, turn: Int32, sizes: Sizes) -> Unit:
         index = rounds.unit(turn) if self.max_ctas > 0 else rounds.block
-        return self._work(index, Sizes(*(fresh(size) for size in sizes)))
+        sizes = Sizes(*(fresh(size) for size in sizes[:5]), sizes.splits)
+        if sizes.splits is None:
+            return Unit(self._work(index, sizes), None)
+        return Unit(self._work(index // sizes.splits, sizes), index % sizes.splits)
 
     @cute.jit
     def _work(self, index: Int32, sizes: Sizes) -> WorkTile:
         m_blocks = cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
-        if cutlass.const_expr(not self.causal):
+        if cutlass.const_expr(self.mask.left or not self.mask.right):
             return head_by_head(index, m_blocks, sizes.heads_q)
         keys = cutlass.min(sizes.seqlen_k, 1 << 20)  # beyond any L2, and the product stays within 32 bits
         kv_bytes = keys * (self.shape.width_qk + self.shape.width_v) * 2
@@ -142,23 +182,41 @@ class ForwardSm100:
         return longest_first(index, m_blocks, sizes.heads_q, sizes.batch, kv_bytes, group)
 
     @cute.jit
-    def _tiles(self, work: WorkTile, query_tile: Int32, sizes: Sizes) -> KeyTiles:
+    def _tiles(self, unit: Unit, query_tile: Int32, sizes: Sizes) -> KeyTiles:
         """Key tiles of one query tile. At least one, so that every role has a step to take: a row that sees nothing of
-        it ends with a sum of 0."""
-        row_start = (work.m_block * self.shape.query_tiles + query_tile) * ROWS
-        tiles = key_tiles(row_start, ROWS, self.tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.causal)
-        return KeyTiles(tiles.first, cutlass.max(tiles.last, 1), tiles.unmasked)
+        it ends with a sum of 0. Under a left bound the second query tile starts where the first one does."""
+        start, lengths, tile_n = unit.work.m_block * self.tile.tile_m, sizes.lengths, self.tile.tile_n
+        row_start = (unit.work.m_block * self.shape.query_tiles + query_tile) * ROWS
+        if cutlass.const_expr(self.mask.windowed):
+            tile = replace(self.tile, tile_m=ROWS)
+            tiles = window_tiles(row_start, tile, lengths, sizes.bounds, self.mask)
+            first = window_tiles(start, tile, lengths, sizes.bounds, self.mask).first
+            return KeyTiles(first, cutlass.max(tiles.last, first + 1), tiles.unmasked, tiles.whole)
+        tiles = key_tiles(row_start, ROWS, tile_n, *lengths, self.mask.causal)
+        if cutlass.const_expr(unit.split is None):
+            return KeyTiles(tiles.first, cutlass.max(tiles.last, 1), tiles.unmasked)
+        part = part_of(tiles, unit.split, sizes.splits)
+        return KeyTiles(part.first, cutlass.max(part.last, part.first + 1), part.unmasked)
 
     @cute.jit
-    def _steps(self, work: WorkTile, sizes: Sizes) -> tuple[Int32, Int32]:
-        """Key tiles of the work tile, and how many of them query tile 0 does not see: 0 or 1, the first ones."""
-        steps = self._tiles(work, self.shape.query_tiles - 1, sizes).last
-        return steps, steps - self._tiles(work, 0, sizes).last
+    def _run(self, unit: Unit, sizes: Sizes) -> Run:
+        tiles = self._tiles(unit, self.shape.query_tiles - 1, sizes)
+        return Run(tiles.last, tiles.last - tiles.first, tiles.last - self._tiles(unit, 0, sizes).last)
+
+    @cute.jit
+    def _keys(self, unit: Unit, row: Int32, sizes: Sizes) -> Visible:
+        """What a row sees of the unit. A split without a key tile of its own visits one, and sees nothing of it."""
+        keys = visible_keys(row, sizes.lengths, self.mask, sizes.bounds)
+        if cutlass.const_expr(unit.split is None):
+            return keys
+        tiles = key_tiles(
+            unit.work.m_block * ROWS, ROWS, self.tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.mask.causal
+        )
+        end = part_of(tiles, unit.split, sizes.splits).last * self.tile.tile_n
+        return Visible(keys.first, cutlass.min(keys.end, end))
 
     @cute.kernel
-    def kernel(
-        self, sources: Sources, lse: cute.Tensor | None, scale_log2: Float32, sizes: Sizes, layouts: ForwardLayouts
-    ):
+    def kernel(self, sources: Sources, results: Results, softening: Softening, sizes: Sizes, layouts: ForwardLayouts):
         shape, schedule, slots = self.shape, self.schedule, self.tile.stages
         barriers = barrier_count(shape.query_tiles, slots)
         storage = SmemAllocator().allocate(forward_storage(shape, layouts, barriers, self.dtype))
@@ -190,10 +248,10 @@ class ForwardSm100:
                 self.multiply(room, sizes)
         elif warp >= schedule.correction_warp:
             cute.arch.setmaxregister_decrease(schedule.correction_registers)
-            self.correct(sources.o, room, sizes)
+            self.correct(sources.o, room, results, sizes)
         else:
             cute.arch.setmaxregister_increase(schedule.softmax_registers)
-            self.softmax(room, lse, scale_log2, sizes)
+            self.softmax(room, results, softening, sizes)
         cute.arch.sync_threads()
         if warp == schedule.mma_warp:
             cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
@@ -204,7 +262,8 @@ class ForwardSm100:
         qk, pv = self.mmas.qk().get_slice(0), self.mmas.pv().get_slice(0)
         rounds = self._rounds(sizes)
         for turn in cutlass.range(rounds.count, unroll=1):
-            work = self._work_of(rounds, turn, sizes)
+            unit = self._unit_of(rounds, turn, sizes)
+            work = unit.work
             head_kv = work.head // (sizes.heads_q // sizes.heads_kv)
             q = sources.q.tensor[None, None, work.head, work.batch]
             k = sources.k.tensor[None, None, head_kv, work.batch]
@@ -218,8 +277,8 @@ class ForwardSm100:
                 k=tile_copy(sources.k, room.k, qk.partition_B(k_tiles)),
                 v=tile_copy(sources.v, room.v, pv.partition_B(v_tiles)),
             )
-            steps, _ = self._steps(work, sizes)
-            ring = load_tile(context, work.m_block * shape.query_tiles, steps, ring, phase, shape)
+            run = self._run(unit, sizes)
+            ring = load_tile(context, work.m_block * shape.query_tiles, run, ring, phase, shape)
             phase = phase ^ 1
 
     @cute.jit
@@ -228,68 +287,81 @@ class ForwardSm100:
         state = MmaState(ring_start(), Int32(0), (Int32(0), Int32(0)))
         rounds = self._rounds(sizes)
         for turn in cutlass.range(rounds.count, unroll=1):
-            steps, skip = self._steps(self._work_of(rounds, turn, sizes), sizes)
+            run = self._run(self._unit_of(rounds, turn, sizes), sizes)
             if cutlass.const_expr(self.shape.query_tiles == 2):
-                state = multiply_pair(context, self.mmas, steps, skip, state)
+                state = multiply_pair(context, self.mmas, run.steps, run.skip, state)
             else:
-                state = multiply_single(context, self.mmas, steps, state)
+                state = multiply_single(context, self.mmas, run.steps, state)
 
     @cute.jit
-    def softmax(self, room: Room, lse: cute.Tensor | None, scale_log2: Float32, sizes: Sizes):
+    def softmax(self, room: Room, results: Results, softening: Softening, sizes: Sizes):
         query_tile = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS_PER_GROUP
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         slots = SoftmaxSlots(query_tile, query_tile, Int32(0), Int32(0))
         state = make_row_state(1)
         rounds = self._rounds(sizes)
         for turn in cutlass.range(rounds.count, unroll=1):
-            work = self._work_of(rounds, turn, sizes)
+            unit = self._unit_of(rounds, turn, sizes)
             context = SoftmaxContext(
                 bars=room.bars,
                 tmem=room.tmem,
                 tile=query_tile,
                 state=state,
                 factors=room.factors[None, query_tile],
-                scale_log2=scale_log2,
+                scale_log2=softening.scale_log2,
                 thread=thread,
+                cap_slope=softening.cap_slope,
             )
             reset(state)
-            row = (work.m_block * self.shape.query_tiles + query_tile) * ROWS + thread
-            slots = self.attend(context, self._tiles(work, query_tile, sizes), row, slots, sizes)
+            row = (unit.work.m_block * self.shape.query_tiles + query_tile) * ROWS + thread
+            slots = self.attend(context, self._tiles(unit, query_tile, sizes), self._keys(unit, row, sizes), slots)
             send_factor(context, slots.factor_phase, inverse_total(state.total[0]))
             slots = SoftmaxSlots(slots.first, slots.s, slots.s_phase, slots.factor_phase ^ 1)
-            if cutlass.const_expr(lse is not None):
-                store_lse(lse, state, work, row, scale_log2)
+            if cutlass.const_expr(results.state_partial is not None):
+                states = results.state_partial[unit.split, None, None, None, None]
+                store_state(states, state, unit.work, row, softening.scale_log2)
+            elif cutlass.const_expr(results.lse is not None):
+                store_lse(results.lse, state, unit.work, row, softening.scale_log2)
 
     @cute.jit
-    def attend(
-        self, context: SoftmaxContext, tiles: KeyTiles, row: Int32, slots: SoftmaxSlots, sizes: Sizes
-    ) -> SoftmaxSlots:
+    def attend(self, context: SoftmaxContext, tiles: KeyTiles, keys: Visible, slots: SoftmaxSlots) -> SoftmaxSlots:
         """One query tile over all its key tiles, from the last to the first."""
-        keys = visible_keys(row, (sizes.seqlen_q, sizes.seqlen_k), self.causal)
         masked_end = cutlass.min(tiles.unmasked, tiles.last)
+        whole = tiles.first
+        if cutlass.const_expr(self.mask.left):
+            masked_end = cutlass.max(masked_end, tiles.first)
+            whole = cutlass.min(cutlass.max(tiles.whole, tiles.first), masked_end)
         for step in cutlass.range(tiles.last - masked_end, unroll=1):
-            visible = keys - (tiles.last - 1 - step) * self.tile.tile_n
+            visible = keys.of_tile((tiles.last - 1 - step) * self.tile.tile_n)
             slots = softmax_step(context, self.softmax_plan, slots, visible)
-        for _ in cutlass.range(masked_end, unroll=1):
+        for _ in cutlass.range(masked_end - whole, unroll=1):
             slots = softmax_step(context, self.softmax_plan, slots, None)
+        if cutlass.const_expr(self.mask.left):
+            for step in cutlass.range(whole - tiles.first, unroll=1):
+                visible = keys.of_tile((whole - 1 - step) * self.tile.tile_n)
+                slots = softmax_step(context, self.softmax_plan, slots, visible)
         return slots
 
     @cute.jit
-    def correct(self, store: TmaSource, room: Room, sizes: Sizes):
+    def correct(self, store: TmaSource, room: Room, results: Results, sizes: Sizes):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         warp = cute.arch.make_warp_uniform(thread // 32)
         context = CorrectionContext(room.bars, room.tmem, room.factors, thread)
         state = CorrectionState((Int32(0), Int32(0)), Int32(0), ring_start())
         rounds = self._rounds(sizes)
         for turn in cutlass.range(rounds.count, unroll=1):
-            work = self._work_of(rounds, turn, sizes)
-            steps, skip = self._steps(work, sizes)
+            unit = self._unit_of(rounds, turn, sizes)
+            run = self._run(unit, sizes)
             if cutlass.const_expr(self.shape.query_tiles == 2):
-                state = correct_pair(context, self.shape, steps, skip, state)
+                state = correct_pair(context, self.shape, run.steps, run.skip, state)
             else:
-                state = correct_single(context, self.shape, steps, state)
-            state = self.leave(context, OutputRoom(room.o, store), work, state, warp)
-        await_stores(warp)
+                state = correct_single(context, self.shape, run.steps, state)
+            if cutlass.const_expr(results.o_partial is None):
+                state = self.leave(context, OutputRoom(room.o, store), unit.work, state, warp)
+            else:
+                state = self.leave_partial(context, results.o_partial, unit, state)
+        if cutlass.const_expr(results.o_partial is None):
+            await_stores(warp)
 
     @cute.jit
     def leave(
@@ -308,3 +380,70 @@ class ForwardSm100:
             output_to_smem(context.tmem, out.smem[None, None, tile], shape, tile, factor, thread)
             store_output(out, work, tile, shape, warp)
         return CorrectionState(tuple(factors), state.o_phase ^ 1, state.slot)
+
+    @cute.jit
+    def leave_partial(
+        self, context: CorrectionContext, o_partial: cute.Tensor, unit: Unit, state: CorrectionState
+    ) -> CorrectionState:
+        """The finished single query tile of one split, straight to global memory."""
+        factor_phase, unused = state.factors
+        factor = receive_factor(context, 0, factor_phase)
+        cute.arch.mbarrier_wait(context.bars.o_full, state.o_phase)
+        after_wait()
+        row = unit.work.m_block * ROWS + context.thread
+        real = row < o_partial.shape[3]
+        target = o_partial[unit.split, unit.work.batch, unit.work.head, cutlass.min(row, o_partial.shape[3] - 1), None]
+        store_partial(context.tmem, target, self.shape, factor, (context.thread, real))
+        return CorrectionState((factor_phase ^ 1, unused), state.o_phase ^ 1, state.slot)
+
+
+class SplitForwardSm100(ForwardSm100):
+    """The same kernel for query tiles too few to fill the GPU: several CTAs share one, each with a run of keys."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        scale: Float32,
+        o_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, width_v) float32
+        state_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, 2) float32
+        stream,
+    ):
+        results = Results(None, o_partial, state_partial)
+        self.launch((q, k, v, o), results, Softening(scale * LOG2_E), (None, None), stream)
+        launch_combine(o_partial, state_partial, o, lse, stream)
+
+
+class BoundedForwardSm100(ForwardSm100):
+    """The same kernel with a window, a softcap or both."""
+
+    def __init__(self, plan: Plan, dtype: type):
+        super().__init__(plan, dtype)
+        self.softcap = plan.softcap
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        scale: Float32,
+        left: Int32,
+        right: Int32,
+        softcap: Float32,
+        stream,
+    ):
+        softening = Softening(scale * LOG2_E)
+        if cutlass.const_expr(self.softcap):
+            softening = Softening(softcap * LOG2_E, 2.0 * LOG2_E * (scale / softcap))
+        bounds = (
+            left if cutlass.const_expr(self.mask.left) else None,
+            right if cutlass.const_expr(self.mask.right and not self.mask.causal) else None,
+        )
+        self.launch((q, k, v, o), Results(lse), softening, bounds, stream)

@@ -1,6 +1,7 @@
 """The load role: one warp moves the query tiles, then K and V from the last key tile to the first, through TMA.
 
-K and V share one ring, in the order in which the MMA warp asks for them, each in its chunks.
+K and V share one ring, in the order in which the MMA warp asks for them, each in its chunks. Chunks are loops on
+purpose: a TMA instruction takes eight uniform registers in a row, and unrolled, several crowd out everything else.
 """
 
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from .memory import ForwardShape
 from .pipeline import Barriers, Ring, advanced
+from .schedule import Run
 
 
 class TmaSource(NamedTuple):
@@ -64,7 +66,7 @@ def _fetch_query(context: LoadContext, first: Int32, tile: cutlass.Constexpr[int
 
 @cute.jit
 def _fetch_keys(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Constexpr[ForwardShape]) -> Ring:
-    for chunk in cutlass.range_constexpr(shape.key_chunks):
+    for chunk in cutlass.range(shape.key_chunks, unroll=1):
         _fetch(context.k, context.k.source[None, tile, chunk], context.bars, ring, shape.tile_bytes[1])
         ring = advanced(ring, shape.tile.stages)
     return ring
@@ -72,7 +74,7 @@ def _fetch_keys(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Co
 
 @cute.jit
 def _fetch_values(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Constexpr[ForwardShape]) -> Ring:
-    for chunk in cutlass.range_constexpr(shape.value_chunks):
+    for chunk in cutlass.range(shape.value_chunks, unroll=1):
         source = context.v.source[None, tile * shape.value_chunks + chunk]
         _fetch(context.v, source, context.bars, ring, shape.tile_bytes[2])
         ring = advanced(ring, shape.tile.stages)
@@ -81,19 +83,21 @@ def _fetch_values(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.
 
 @cute.jit
 def load_tile(
-    context: LoadContext, first: Int32, steps: Int32, ring: Ring, phase: Int32, shape: cutlass.Constexpr[ForwardShape]
+    context: LoadContext, first: Int32, run: Run, ring: Ring, phase: Int32, shape: cutlass.Constexpr[ForwardShape]
 ) -> Ring:
     """All that one work tile reads. first: of its query tiles; phase: of the query rooms. One converged warp."""
+    last, steps = run.last, run.steps
     _fetch_query(context, first, 0, phase, shape.tile_bytes[0])
-    ring = _fetch_keys(context, steps - 1, ring, shape)
     if cutlass.const_expr(shape.query_tiles == 2):
-        _fetch_query(context, first, 1, phase, shape.tile_bytes[0])
-    for step in cutlass.range(steps - 1, unroll=1):
-        tile = steps - 1 - step
-        if cutlass.const_expr(shape.query_tiles == 2):
-            ring = _fetch_values(context, tile, ring, shape)
-            ring = _fetch_keys(context, tile - 1, ring, shape)
-        else:  # the MMA warp asks for K a step ahead
-            ring = _fetch_keys(context, tile - 1, ring, shape)
-            ring = _fetch_values(context, tile, ring, shape)
-    return _fetch_values(context, Int32(0), ring, shape)
+        for step in cutlass.range(steps, unroll=1):
+            ring = _fetch_keys(context, last - 1 - step, ring, shape)
+            if step == 0:
+                _fetch_query(context, first, 1, phase, shape.tile_bytes[0])
+            ring = _fetch_values(context, last - 1 - step, ring, shape)
+    else:  # the MMA warp asks for K a step ahead
+        for step in cutlass.range(steps + 1, unroll=1):
+            if step < steps:
+                ring = _fetch_keys(context, last - 1 - step, ring, shape)
+            if step > 0:
+                ring = _fetch_values(context, last - step, ring, shape)
+    return ring

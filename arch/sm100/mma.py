@@ -74,25 +74,46 @@ class MmaContext(NamedTuple):
 
 
 @cute.jit
+def _scores_of_chunk(
+    context: MmaContext,
+    mmas: cutlass.Constexpr,
+    tile: cutlass.Constexpr[int],
+    slot: int | Int32,
+    chunk: int | Int32,
+    ring: Ring,
+) -> Ring:
+    """S (+)= Q K^T over one chunk's columns. -> the place after it."""
+    shape, frags, bars = mmas.shape, context.frags, context.bars
+    mma = mmas.qk()
+    mma.set(tcgen05.Field.ACCUMULATE, chunk > 0)
+    steps = cutlass.const_expr(shape.key_chunk // K_STEP)
+    s = cute.make_tensor(frags.tmem + shape.s_column(slot), frags.s)
+    cute.arch.mbarrier_wait(bars.ring_full + ring.slot, ring.phase)
+    for step in cutlass.range_constexpr(steps):
+        q = frags.q[None, None, chunk * steps + step, tile]
+        cute.gemm(mma, s, q, frags.k[None, None, step, ring.slot], s)
+        mma.set(tcgen05.Field.ACCUMULATE, True)
+    if cutlass.const_expr(tile == shape.query_tiles - 1):
+        commit(bars.ring_free + ring.slot)
+    return advanced(ring, shape.tile.stages)
+
+
+@cute.jit
 def _scores(
     context: MmaContext, mmas: cutlass.Constexpr, tile: cutlass.Constexpr[int], slot: int | Int32, ring: Ring
 ) -> Ring:
-    """S of one query tile, from the K chunks at `ring`; the last query tile frees them. -> the place after them."""
-    shape, frags, bars = mmas.shape, context.frags, context.bars
-    mma = mmas.qk()
-    mma.set(tcgen05.Field.ACCUMULATE, False)
-    steps = cutlass.const_expr(shape.key_chunk // K_STEP)
-    s = cute.make_tensor(frags.tmem + shape.s_column(slot), frags.s)
-    for chunk in cutlass.range_constexpr(shape.key_chunks):
-        cute.arch.mbarrier_wait(bars.ring_full + ring.slot, ring.phase)
-        for step in cutlass.range_constexpr(steps):
-            q = frags.q[None, None, chunk * steps + step, tile]
-            cute.gemm(mma, s, q, frags.k[None, None, step, ring.slot], s)
-            mma.set(tcgen05.Field.ACCUMULATE, True)
-        if cutlass.const_expr(tile == shape.query_tiles - 1):
-            commit(bars.ring_free + ring.slot)
-        ring = advanced(ring, shape.tile.stages)
-    commit(bars.s_full + slot)
+    """S of one query tile, from the K chunks at `ring`; the last query tile frees them. -> the place after them.
+
+    Several chunks are a loop on purpose: unrolled, ptxas holds a descriptor of Q for each of up to 16 steps in uniform
+    registers from one key tile to the next, and the address of shared memory spills.
+    """
+    chunks = cutlass.const_expr(mmas.shape.key_chunks)
+    if cutlass.const_expr(chunks == 1):
+        ring = _scores_of_chunk(context, mmas, tile, slot, 0, ring)
+    else:
+        for chunk in cutlass.range(chunks, unroll=1):
+            ring = _scores_of_chunk(context, mmas, tile, slot, chunk, ring)
+    commit(context.bars.s_full + slot)
     return ring
 
 

@@ -1,6 +1,9 @@
 """WHO: a softmax warpgroup per query tile, one correction warpgroup, and single warps for the MMAs and the loads."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from cutlass import Int32
 
 from cute_flash.spec.plan import Tile
 
@@ -35,16 +38,19 @@ class Schedule:
         return WARPGROUP * (self.query_tiles + 2)
 
 
-# (query tiles, width_qk beyond 128?) -> softmax, correction, other. 65536 registers are 512 a slot of 128 threads, and
-# setmaxnreg counts in eights. Wide K comes in several chunks, whose places in the ring the MMA warp holds.
-BUDGETS = {
-    (1, False): (232, 144, 128),
-    (1, True): (232, 144, 128),
-    (2, False): (184, 80, 64),
-    (2, True): (176, 80, 80),
-}
+class Run(NamedTuple):
+    """The key tiles of one work tile, from the last to the first."""
+
+    last: Int32  # the first step takes key tile last - 1
+    steps: Int32
+    skip: Int32  # steps that query tile 0 sits out at the start, 0 or 1: it sees one key tile less
 
 
-def forward_schedule(tile: Tile, width_qk: int) -> Schedule:
+# query tiles -> softmax, correction, other. 65536 registers are 512 a slot of 128 threads, and setmaxnreg counts in
+# eights.
+BUDGETS = {1: (232, 144, 128), 2: (184, 80, 64)}
+
+
+def forward_schedule(tile: Tile) -> Schedule:
     query_tiles = tile.tile_m // ROWS
-    return Schedule(query_tiles, *BUDGETS[query_tiles, width_qk > 128])
+    return Schedule(query_tiles, *BUDGETS[query_tiles])

@@ -9,7 +9,7 @@ from cutlass import BFloat16, Float32, Int32
 
 from ..common.numeric import EXP2_DEGREE, exp2, exp2_polynomial, finite_or_zero, mul_rn, pack_pair
 from ..common.rowstate import RowState
-from .mask import mask_row
+from .mask import Visible, mask_row
 from .memory import ForwardShape, load_columns, store_columns
 from .pipeline import Barriers, after_wait, arrive_warp, before_arrive
 
@@ -47,6 +47,18 @@ class SoftmaxContext(NamedTuple):
     factors: cute.Tensor  # (128,) of this query tile
     scale_log2: Float32
     thread: Int32  # in the warpgroup: the row of the tile
+    cap_slope: Float32 | None  # with a softcap: 2 log2(e) scale / softcap
+
+
+@cute.jit
+def _cap_row(scores: cute.Tensor, slope: Float32):
+    """Scores become tanh(scale score / softcap) = 1 - 2 / (1 + exp(2 x)), off by 2^-22 at most; the softcap itself is
+    in scale_log2. MUFU.TANH is off by 2^-11, which a softcap of 50 makes 2% of a probability."""
+    for c in cutlass.range_constexpr(0, cute.size(scores), 2):
+        low, high = cute.arch.mul_packed_f32x2((scores[c], scores[c + 1]), (slope, slope))
+        low, high = cute.arch.add_packed_f32x2((exp2(low), exp2(high)), (1.0, 1.0))
+        pair = (cute.arch.rcp_approx(low), cute.arch.rcp_approx(high))
+        scores[c], scores[c + 1] = cute.arch.fma_packed_f32x2(pair, (-2.0, -2.0), (1.0, 1.0))
 
 
 def _row_maximum(scores: cute.Tensor, start: Float32) -> Float32:
@@ -125,7 +137,7 @@ def softmax_step(
     context: SoftmaxContext,
     plan: cutlass.Constexpr[SoftmaxPlan],
     slots: SoftmaxSlots,
-    visible: Int32 | None,
+    visible: Visible | None,
 ) -> SoftmaxSlots:
     """One key tile. visible: columns that the row sees, None where it sees all. -> the slots of the next step."""
     bars, state, thread, slot = context.bars, context.state, context.thread, slots.s
@@ -139,6 +151,8 @@ def softmax_step(
     for first in cutlass.range_constexpr(0, tile_n, LOAD):
         load_columns(s, first, scores, first, LOAD, thread)
     cute.arch.fence_view_async_tmem_load()
+    if cutlass.const_expr(context.cap_slope is not None):
+        _cap_row(scores, context.cap_slope)
     if cutlass.const_expr(masked):
         mask_row(scores, visible)
     subtrahend = _new_reference(scores, context, masked)

@@ -3,10 +3,10 @@
 from cute_flash.spec.device import Device
 from cute_flash.spec.problem import BACKWARD, Problem
 
+from ..common.support import refuse_forward
+
 CAPABILITIES = ((10, 0), (10, 3))
-DTYPES = ("bfloat16", "float16")
-HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
-FEATURES: frozenset[str] = frozenset()  # options beyond the plain call that are served
+FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
 
 
 def native(device: Device) -> bool:
@@ -22,13 +22,4 @@ def refuse(problem: Problem) -> tuple[str, ...]:
         return (f"runs on compute capability 10.0 and 10.3 (tcgen05 and tensor memory), this GPU has {major}.{minor}",)
     if problem.direction == BACKWARD:
         return ("not built yet: the Blackwell backward kernel does not exist",)
-    reasons = []
-    if problem.dtype not in DTYPES:
-        reasons.append(f"dtype {problem.dtype} is not one of {', '.join(DTYPES)}")
-    for name, value in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if not HEAD_DIM_MIN <= value <= HEAD_DIM_MAX:
-            reasons.append(f"{name}={value} is outside {HEAD_DIM_MIN}..{HEAD_DIM_MAX}")
-    if problem.mask.windowed:
-        reasons.append(f"mask {problem.mask} is not built yet, only full and causal are")
-    reasons += [f"{name}= is not built yet" for name in sorted(problem.features - FEATURES)]
-    return tuple(reasons)
+    return refuse_forward(problem, FEATURES)

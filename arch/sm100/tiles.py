@@ -9,6 +9,7 @@ SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, co
 TMEM_COLUMNS = 512  # 32-bit columns of 128 lanes
 WIDTH_STEP = 32  # head dims are tiled in steps of 32 up to 128: one kernel serves every true head_dim under its width
 WIDE_STEP = 64  # beyond 128, so that a width splits into two equal chunks
+SPLIT = "split"  # Plan.variant: several CTAs share a query tile, each takes a run of key tiles
 ROWS = 128  # of one query tile
 KEYS = 128  # of one step: at fewer, reading Q from shared memory would take longer than multiplying it
 FIXED_BYTES = 2048  # barriers, tensor memory's address, row factors, and the alignment of what follows them
@@ -76,15 +77,28 @@ def slots(tile_m: int, width_qk: int, width_v: int) -> int:
     return min(8, _slots_beside(tile_m, row, width_qk, width_v))
 
 
+def _tile(query_tiles: int, width_qk: int, width_v: int) -> Tile | None:
+    tile_m = query_tiles * ROWS
+    stages = slots(tile_m, width_qk, width_v)
+    fits = tmem_columns(query_tiles, width_v) <= TMEM_COLUMNS and stages >= chunks(width_qk, width_v)
+    return Tile(tile_m, KEYS, stages=stages) if fits else None
+
+
 def forward_tile(head_dim: int, head_dim_v: int) -> Tile:
     """Two query tiles where tensor memory holds them, else one."""
-    width_qk, width_v = width(head_dim), width(head_dim_v)
-    for query_tiles in (2, 1):
-        tile_m = query_tiles * ROWS
-        stages = slots(tile_m, width_qk, width_v)
-        if tmem_columns(query_tiles, width_v) <= TMEM_COLUMNS and stages >= chunks(width_qk, width_v):
-            return Tile(tile_m, KEYS, stages=stages)
-    raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
+    widths = width(head_dim), width(head_dim_v)
+    tile = _tile(2, *widths) or _tile(1, *widths)
+    if tile is None:
+        raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
+    return tile
+
+
+def split_tile(head_dim: int, head_dim_v: int) -> Tile:
+    """A single query tile, for calls with few rows."""
+    tile = _tile(1, width(head_dim), width(head_dim_v))
+    if tile is None:
+        raise ValueError(f"no tile of one query tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
+    return tile
 
 
 def persistent(head_dim: int, head_dim_v: int, mask: str) -> bool:

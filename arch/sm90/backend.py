@@ -36,7 +36,7 @@ class Sm90Backend:
             lse=problem.lse,
             softcap="softcap" in problem.features,
             ctas=problem.device.sm_count,
-            tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask)),
+            tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask), problem.short),
         )
 
     def split(self, plan: Plan) -> Plan | None:

@@ -88,6 +88,13 @@ def rescale_output(o: cute.Tensor, state: RowState):
 
 
 @cute.jit
+def rescale_if_any(o: cute.Tensor, state: RowState):
+    """The same, skipped by a warp none of whose rows has a new maximum. Bits do not change."""
+    if cute.arch.vote_any_sync((state.rescale[0] != 1.0) | (state.rescale[1] != 1.0)):
+        scale_rows(o, (state.rescale[0], state.rescale[1]))
+
+
+@cute.jit
 def finish(o: cute.Tensor, state: RowState):
     """Sum over the quad, then the one division of the row."""
     for r in cutlass.range_constexpr(2):

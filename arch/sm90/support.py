@@ -3,9 +3,9 @@
 from cute_flash.spec.device import Device
 from cute_flash.spec.problem import BACKWARD, Problem
 
+from ..common.support import refuse_forward
+
 CAPABILITY = (9, 0)
-DTYPES = ("bfloat16", "float16")
-HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
 FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
 
 
@@ -22,11 +22,4 @@ def refuse(problem: Problem) -> tuple[str, ...]:
         return (f"runs on compute capability 9.0 (wgmma), this GPU has {major}.{minor}",)
     if problem.direction == BACKWARD:
         return ("not built yet: the Hopper backward kernel does not exist",)
-    reasons = []
-    if problem.dtype not in DTYPES:
-        reasons.append(f"dtype {problem.dtype} is not one of {', '.join(DTYPES)}")
-    for name, value in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if not HEAD_DIM_MIN <= value <= HEAD_DIM_MAX:
-            reasons.append(f"{name}={value} is outside {HEAD_DIM_MIN}..{HEAD_DIM_MAX}")
-    reasons += [f"{name}= is not built yet" for name in sorted(problem.features - FEATURES)]
-    return tuple(reasons)
+    return refuse_forward(problem, FEATURES)

@@ -10,8 +10,9 @@ from unittest import mock
 import torch
 
 import cute_flash
+from cute_flash import api
 from cute_flash.emulator.counters import Counters
-from cute_flash.runtime import compiler
+from cute_flash.runtime import compiler, request
 from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
 from cute_flash.spec.splits import SplitRule
@@ -19,7 +20,7 @@ from cute_flash.spec.splits import SplitRule
 from ..cases import Inputs
 
 ARCH = "sm_90a"
-BACKENDS = {"sm_90a": "sm90", "sm_100a": "sm100"}
+BACKENDS = {"sm_90a": "sm90", "sm_100a": "sm100", "sm_103a": "sm100"}
 SMS = 132
 
 
@@ -85,11 +86,12 @@ def attend(
     arch: str = ARCH,
     sms: int = SMS,
     scale: float | None = None,
+    long: bool = False,
     **knobs,
 ) -> Answer:
     """attention() of CPU tensors on the own kernel of a GPU with `sms` SMs.
 
-    `splits` overrules the front door's own count.
+    `splits` overrules the front door's own count; `long`: the plan of long sequences, whatever the length.
     """
     clock = _CompileClock()
     with contextlib.ExitStack() as stack:
@@ -98,6 +100,9 @@ def attend(
         if splits is not None:
             enter(mock.patch.object(SplitRule, "count", lambda *_: splits))
         enter(mock.patch.dict(device_facts._SM_COUNTS, {device_facts.ARCHES[arch]: sms}))
+        if long:
+            for module in (api, request):  # the warm key and the problem
+                enter(mock.patch.object(module, "SHORT_KEYS", 0))
         enter(settings.override(cache_dir=None, backend=None, strict=False))
         emulation = enter(cute_flash.emulate(arch, **knobs))
         start = time.process_time()

@@ -1,7 +1,13 @@
-"""Our Blackwell forward, emulated, against float64: tile edges, masks, groups, lengths, head dims, hard values.
+"""Our Blackwell forward, emulated, against float64: tile edges, masks, windows, softcaps, groups, lengths, head dims,
+splits, hard values.
 
-Every run: each case under one schedule, rotating by day. scripts/test --all: each case under all of them.
+Every run: each cell once, its architecture and schedule rotating by day. scripts/test --all: each cell under all its
+schedules on both; with --emulator-csv perf/results/emulator_blackwell_forward.csv, one row a run.
 """
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +16,19 @@ from ..cases import Case, make_inputs
 from ..runner import Runner
 from .hopper import SCHEDULES, Schedule, attend, turn
 
-ON_BLACKWELL = {"arch": "sm_100a"}
+TABLE = Path(__file__).resolve().parents[2] / "perf" / "results" / "emulator_blackwell_forward.csv"
+ARCHES = ("sm_100a", "sm_103a")
+EAGER_AND_LATE = tuple(each for each in SCHEDULES if each.mode != "random")  # under three seeds
+EVERY_SEED = (Schedule("late", "random", 1), Schedule("eager", "random", 2), Schedule("late", "priority", 3))
+
+
+@dataclass(frozen=True)
+class Cell:
+    case: Case
+    splits: int | None = 1  # CTAs that share a query tile; None = as the front door decides
+
+    def __str__(self) -> str:
+        return str(self.case) if self.splits == 1 else f"{self.case}-splits{self.splits or 'ruled'}"
 
 
 def case(dims, lengths, heads=(1, 1), batch=1, causal=False, **fields) -> Case:
@@ -75,29 +93,91 @@ CASES = (
 )
 
 
-def schedules():
-    """Every case under every schedule; those whose turn it is not are slow."""
-    for index, each in enumerate(CASES):
-        for number, schedule in enumerate(SCHEDULES):
-            due = (index + turn()) % len(SCHEDULES) == number
-            yield pytest.param(each, schedule, id=f"{each}-{schedule}", marks=[] if due else [pytest.mark.slow])
+# Under a left bound both query tiles of a CTA visit the first one's tiles; a right one spares the first its last tile.
+BOUNDED = (
+    case(64, (129, 257), window=(40, 9)),  # narrower than a tile, crossing a tile's edge
+    case(64, (65, 400), window=(5000, 5000)),  # wider than everything
+    case(64, (193, 130), window=(3, 5), heads=(4, 2)),  # 63 rows see no key
+    case(64, (300, 641), window=(127, 128)),  # at a tile's edges
+    case(64, (1, 300), window=(20, 5), heads=(7, 1), batch=2),
+    case(64, (257, 257), window=(63, 1), values="falling"),
+    case(64, (129, 770), window=(300, 0)),  # sliding: a whole tile between two masked ones
+    case(64, (257, 257), window=(0, 0)),
+    causal(64, (65, 1), window=(0, None)),
+    causal(64, (193, 385), window=(191, 3), values="very_negative"),
+    case(128, (130, 700), window=(384, 0), values="rising"),  # two whole tiles between masked ones
+    case(128, (513, 193), window=(1, 0), heads=(2, 1)),  # rows that see no key, query tiles of them
+    case(128, (300, 260), window=(0, None)),
+    case(128, (64, 321), window=(129, None), values="huge_score"),
+    case(128, (385, 513), window=(None, 7)),
+    case(128, (193, 129), window=(None, 0)),  # causal by another name
+    case(256, (129, 193), window=(79, 80)),
+    case((192, 128), (65, 300), window=(100, 0), heads=(4, 2)),
+    case(64, (129, 130), softcap=5.0, heads=(2, 1), values="large"),
+    causal(64, (65, 129), softcap=50.0, values="large"),
+    case(128, (130, 300), window=(60, 0), softcap=30.0, heads=(2, 1), values="large"),
+    case(256, (65, 161), softcap=15.0, values="very_negative"),  # every score is -400: tanh is -1
+    case(128, (130, 300), window=(60, 40), softcap=20.0, values="large", dtype="float16"),
+)
+# One query tile of 128 rows a CTA, whose keys several CTAs share.
+SPLIT = (
+    Cell(case(64, (65, 257)), splits=2),
+    Cell(causal(64, (129, 700)), splits=4),  # the first query tile has two runs, one of a tile; two CTAs see nothing
+    Cell(causal(64, (1, 300), heads=(7, 1)), splits=None),  # one row a head: the group becomes rows of a tile
+    Cell(case(128, (64, 385)), splits=None),
+    Cell(case(128, (1, 193), heads=(8, 2)), splits=None),
+    Cell(case(128, (65, 129), values="very_negative"), splits=3),  # more CTAs than key tiles
+    Cell(causal(128, (129, 385), values="falling"), splits=2),
+    Cell(causal((192, 128), (65, 200)), splits=2),
+    Cell(case(256, (64, 300)), splits=2),
+    Cell(case(256, (1, 257), heads=(4, 1), dtype="float16"), splits=3),
+)
+PLAIN = tuple(Cell(each) for each in CASES)
+CELLS = (*PLAIN, *(Cell(each) for each in BOUNDED), *SPLIT)
 
 
-def check(each: Case, schedule: Schedule, **knobs):
-    inputs = make_inputs(each)
-    answer = attend(inputs, each.causal, None, strict_exit=True, **ON_BLACKWELL, **schedule.knobs, **knobs)
+def schedules_of(arch: str, cell: Cell) -> tuple[Schedule, ...]:
+    """Kernels for sm_103a differ by one number, the exponentials that go through the FMA pipe; those with bounds or
+    splits share every wait with the plain ones."""
+    return EAGER_AND_LATE if arch == "sm_100a" and cell in PLAIN else EVERY_SEED
+
+
+def runs():
+    """Every cell on both architectures under its schedules; those whose turn it is not are slow."""
+    for arch in ARCHES:
+        for index, cell in enumerate(CELLS):
+            ways = [(of, schedule) for of in ARCHES for schedule in schedules_of(of, cell)]
+            for number, (of, schedule) in enumerate(ways):
+                due = (index + turn()) % len(ways) == number
+                if of == arch:
+                    marks = [] if due else [pytest.mark.slow]
+                    yield pytest.param(arch, cell, schedule, id=f"{arch}-{cell}-{schedule}", marks=marks)
+
+
+def check(cell: Cell | Case, schedule: Schedule, arch: str = "sm_100a", **knobs):
+    cell = cell if isinstance(cell, Cell) else Cell(cell)
+    each, inputs = cell.case, make_inputs(cell.case)
+    bounded = {"window": each.window, "softcap": each.softcap}
+    knobs = {**schedule.knobs, **bounded, **knobs}
+    answer = attend(inputs, each.causal, cell.splits, arch=arch, strict_exit=True, **knobs)
     result = (answer.out, answer.lse)
-    Runner(inputs.q.device, each.torch_dtype).check(*inputs.qkv, result=result, causal=each.causal)
+    Runner(inputs.q.device, each.torch_dtype).check(*inputs.qkv, result=result, **each.options)
     return answer
 
 
 def test_at_least_forty_shapes():
     assert len(set(CASES)) == len(CASES) >= 40
+    assert len(set(CELLS)) == len(CELLS) >= 75
 
 
-@pytest.mark.parametrize("each, schedule", schedules())
-def test_right_under_every_schedule(each: Case, schedule: Schedule, poisoned_empty):
-    check(each, schedule)
+@pytest.mark.parametrize("arch, cell, schedule", runs())
+def test_right_under_every_schedule(arch: str, cell: Cell, schedule: Schedule, poisoned_empty, record_property):
+    answer = check(cell, schedule, arch)
+    exact = oracle.forward(*make_inputs(cell.case).qkv, **cell.case.options)
+    error, lse_error = oracle.relative_error(answer.out, exact.out), oracle.lse_excess(answer.lse, exact.lse)
+    named = (f"{arch} {cell}", schedule.mode, schedule.scheduler, schedule.seed)
+    record_property("emulated", (*named, error, lse_error, answer.steps, answer.seconds))
+    assert len(answer.kernels) == (1 if cell.splits == 1 else 2), answer.kernels  # the combine is a launch of its own
 
 
 @pytest.mark.parametrize("dims", [64, 128, 192], ids=str)
@@ -106,12 +186,27 @@ def test_persistent_ctas_take_several_tiles(dims, poisoned_empty):
     check(case(dims, (200, 260), heads=(3, 1)), Schedule("late", "random", 5), sms=2)
 
 
+def test_tiles_outside_a_window_are_not_visited():
+    """V is NaN there, and a hidden key's 0 times NaN would show: on both sides, for the tiles that nobody sees."""
+    each = case(64, (64, 900), window=(130, 0))
+    inputs = make_inputs(each)
+    inputs.v[:, :640] = float("nan")  # diagonals are 836 to 899: keys from 706 on are seen, the tile from 640 on
+    answer = attend(inputs, False, 1, arch="sm_100a", window=each.window, **Schedule("late", "random", 1).knobs)
+    exact = oracle.forward(inputs.q, inputs.k, inputs.v.nan_to_num(0.0), window=each.window)
+    assert oracle.relative_error(answer.out, exact.out) < 4e-3
+    inputs = make_inputs(case(64, (512, 900)))
+    inputs.v[:, 640:] = float("nan")  # the first query tile's diagonals end at 515, both query tiles' at 643
+    answer = attend(inputs, False, 1, arch="sm_100a", window=(64, 0), **Schedule("late", "random", 1).knobs)
+    exact = oracle.forward(inputs.q, inputs.k, inputs.v.nan_to_num(0.0), window=(64, 0))
+    assert oracle.relative_error(answer.out[:, :128], exact.out[:, :128]) < 4e-3
+
+
 def test_without_lse(poisoned_empty):
     """A kernel of its own: what inference calls."""
     each = causal(64, (65, 129), heads=(2, 1))
     inputs = make_inputs(each)
     knobs = Schedule("late", "random", 4).knobs
-    answer = attend(inputs, True, None, return_lse=False, **ON_BLACKWELL, **knobs)
+    answer = attend(inputs, True, None, return_lse=False, arch="sm_100a", **knobs)
     assert answer.lse is None
     assert oracle.relative_error(answer.out, oracle.forward(*inputs.qkv, causal=True).out) < 4e-3
 
@@ -127,9 +222,20 @@ def rescaled_share(each: Case) -> float:
     return (answer.counters[0].tmem_written - always) / (warps * (steps - 1) * row * each.head_dim_v)
 
 
-def test_most_rescales_are_skipped_on_normal_inputs():
-    assert rescaled_share(case(64, (256, 1024))) <= 0.1
+@pytest.mark.parametrize("dims", [64, 128], ids=str)
+def test_most_rescales_are_skipped_on_normal_inputs(dims):
+    assert rescaled_share(case(dims, (256, 1024))) <= 0.1
 
 
 def test_rising_maxima_are_rescaled():
     assert rescaled_share(case(64, (256, 512), values="falling")) >= 0.5
+
+
+def test_the_table_in_the_tree_holds_every_run():
+    """Recorded by scripts/test --all tests/emulator/test_blackwell_forward.py --emulator-csv (see above)."""
+    with TABLE.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = {(row["shape"], row["mode"], row["scheduler"], int(row["seed"])) for row in rows}
+    every = ((arch, cell, s) for arch in ARCHES for cell in CELLS for s in schedules_of(arch, cell))
+    assert names == {(f"{arch} {cell}", s.mode, s.scheduler, s.seed) for arch, cell, s in every}
+    assert all(float(row["lse_error"]) <= 1 and float(row["error"]) < 4e-3 for row in rows)

@@ -25,26 +25,31 @@ class Cell:
     case: Case
     splits: int | None = 1  # CTAs that share a query tile; None = as the front door decides
     sms: int = SMS  # few: a CTA takes several query tiles in turn
+    long: bool = False  # the plan for more than SHORT_KEYS keys
 
     def __str__(self) -> str:
         few = f"-sms{self.sms}" if self.sms != SMS else ""
-        return f"{self.case}-{'ruled' if self.splits is None else f'splits{self.splits}'}{few}"
+        plan = "-long" if self.long else ""
+        return f"{self.case}-{'ruled' if self.splits is None else f'splits{self.splits}'}{few}{plan}"
 
 
 def cell(dims, lengths, heads=(1, 1), splits: int | None = 1, sms=SMS, **fields) -> Cell:
     dims = dims if isinstance(dims, tuple) else (dims, dims)
-    batch = fields.pop("batch", 1)
-    return Cell(Case(batch, *lengths, *heads, *dims, **fields), splits, sms)
+    batch, long = fields.pop("batch", 1), fields.pop("long", False)
+    return Cell(Case(batch, *lengths, *heads, *dims, **fields), splits, sms, long)
 
 
-# Neighbours share a kernel: a process compiles each once. Tiles: 192 x 128 at 64, 128 x 128 at 96 causal, 128 and
-# (192, 128), 192 x 112 at 96 full, 128 x 112 at 192, 128 x 80 at 256.
+# Neighbours share a kernel: a process compiles each once. Tiles: 256 x 64 at 64 full, 128 x 128 at 64 and 96 causal, at
+# 128 and (192, 128), 192 x 112 at 96 full, 128 x 112 at 192, 128 x 80 at 256; long ones 192 x 128 at 64, 192 x 96 at 96
+# causal.
 FULL = (
     cell(64, (1, 1), batch=2),
     cell(64, (63, 65)),
     cell(64, (191, 193)),
     cell(64, (193, 127)),
-    cell(64, (64, 513)),  # five key tiles through a ring of two
+    cell(64, (64, 513)),  # nine key tiles through a ring of two
+    cell(64, (257, 257)),
+    cell(64, (255, 63)),
     cell(40, (129, 64), heads=(4, 1)),
     cell(33, (65, 129)),
     cell(64, (65, 191), heads=(2, 1), layout="heads_first", values="outliers"),
@@ -91,6 +96,19 @@ CAUSAL = (
     cell(128, (256, 192)),
     cell((192, 128), (200, 50)),  # 150 rows see no key
 )
+LONG_FULL = (
+    cell(64, (191, 193), long=True),
+    cell(64, (193, 127), long=True),
+    cell(64, (64, 513), long=True, values="falling"),
+    cell(64, (65, 129), dtype="float16", long=True),
+)
+LONG_CAUSAL = (
+    cell(64, (193, 193), long=True),
+    cell(64, (64, 192), long=True),
+    cell(64, (193, 65), heads=(2, 1), long=True, sms=1),
+    cell(96, (191, 97), long=True),
+    cell(96, (193, 289), long=True, values="rising"),
+)
 SPLIT = (
     cell(64, (1, 300), heads=(7, 1), splits=None, causal=True),
     cell(64, (65, 257), splits=2),
@@ -116,10 +134,19 @@ PERSISTENT_FULL = (cell(128, (129, 257), heads=(2, 1), sms=1), cell(256, (129, 8
 
 
 def causal(cells):
-    return tuple(Cell(Case(**{**vars(each.case), "causal": True}), each.splits, each.sms) for each in cells)
+    return tuple(Cell(Case(**{**vars(each.case), "causal": True}), each.splits, each.sms, each.long) for each in cells)
 
 
-CELLS = FULL + causal(CAUSAL) + SPLIT + causal(SPLIT_CAUSAL) + causal(PERSISTENT) + PERSISTENT_FULL
+CELLS = (
+    FULL
+    + LONG_FULL
+    + causal(CAUSAL)
+    + causal(LONG_CAUSAL)
+    + SPLIT
+    + causal(SPLIT_CAUSAL)
+    + causal(PERSISTENT)
+    + PERSISTENT_FULL
+)
 
 
 def schedules():
@@ -137,7 +164,7 @@ def test_at_least_thirty_shapes():
 @pytest.mark.parametrize("each, schedule", schedules())
 def test_right_under_every_schedule(each: Cell, schedule: Schedule, poisoned_empty, record_property):
     case, inputs = each.case, make_inputs(each.case)
-    answer = attend(inputs, case.causal, each.splits, sms=each.sms, strict_exit=True, **schedule.knobs)
+    answer = attend(inputs, case.causal, each.splits, sms=each.sms, long=each.long, strict_exit=True, **schedule.knobs)
     exact = oracle.forward(*inputs.qkv, causal=case.causal)
     error, lse_error = oracle.relative_error(answer.out, exact.out), oracle.lse_excess(answer.lse, exact.lse)
     row = (str(each), schedule.mode, schedule.scheduler, schedule.seed, error, lse_error, answer.steps, answer.seconds)
@@ -149,7 +176,7 @@ def test_right_under_every_schedule(each: Cell, schedule: Schedule, poisoned_emp
 def expects_split(each: Cell) -> bool:
     """The combine is a launch of its own. The keys of a single tile are not shared out, whatever the rule says."""
     case = each.case
-    tile = forward_tile(case.head_dim, case.head_dim_v, "causal" if case.causal else "full")
+    tile = forward_tile(case.head_dim, case.head_dim_v, "causal" if case.causal else "full", short=not each.long)
     return each.splits != 1 and case.seqlen_k > tile.tile_n
 
 

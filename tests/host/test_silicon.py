@@ -1,0 +1,87 @@
+"""scripts/silicon without the silicon: it says what is missing, and does nothing else."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from perf import baselines, points
+from scripts import silicon
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def fake_torch(capability, available=True, cuda="13.0") -> SimpleNamespace:
+    return SimpleNamespace(
+        __version__="2.13.0",
+        version=SimpleNamespace(cuda=cuda),
+        cuda=SimpleNamespace(
+            is_available=lambda: available,
+            get_device_capability=lambda: capability,
+            get_device_name=lambda: "NVIDIA Imagined",
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "torch, sentence",
+    [
+        (fake_torch(None, available=False), "but torch finds no GPU"),
+        (fake_torch(None, available=False, cuda=None), "but torch 2.13.0 is built without CUDA"),
+        (fake_torch((9, 0)), "but NVIDIA Imagined has 9.0"),
+        (fake_torch((12, 0)), "but NVIDIA Imagined has 12.0"),
+    ],
+)
+def test_the_wrong_gpu_is_named(torch, sentence):
+    assert silicon.missing_gpu(torch).endswith(sentence)
+
+
+@pytest.mark.parametrize("capability", silicon.CAPABILITIES)
+def test_the_right_gpu_will_do(capability):
+    assert silicon.missing_gpu(fake_torch(capability)) == ""
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(silicon.NEEDED, "no_such_module_here", "a package that nobody has")
+    (sentence,) = (s for s in silicon.missing_packages() if "no_such_module_here" in s)
+    assert sentence.startswith("needs a package that nobody has: import no_such_module_here: ModuleNotFoundError")
+
+
+def test_everything_missing_is_said_at_once_and_nothing_is_run(monkeypatch, capsys):
+    monkeypatch.setattr(silicon, "missing", lambda: ["needs this", "needs that"])
+    monkeypatch.setattr(silicon, "correctness", lambda log: pytest.fail("ran"))
+    assert silicon.main([]) == 2
+    assert capsys.readouterr().err == "scripts/silicon needs this\nscripts/silicon needs that\n"
+
+
+def test_wrong_results_are_not_timed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(silicon, "missing", list)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA B200")
+    monkeypatch.setattr(silicon, "correctness", lambda log: False)
+    monkeypatch.setattr(silicon, "measure", lambda csv, quick: pytest.fail("timed"))
+    assert silicon.main(["--out", str(tmp_path)]) == 1
+    assert "correctness.log" in capsys.readouterr().err
+
+
+def test_right_results_are_timed_and_the_csv_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(silicon, "missing", list)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA B200")
+    monkeypatch.setattr(silicon, "correctness", lambda log: True)
+    monkeypatch.setattr(silicon, "measure", lambda csv, quick: 0)
+    assert silicon.main(["--out", str(tmp_path)]) == 0
+    assert str(tmp_path / "forward.csv") in capsys.readouterr().out
+
+
+def test_what_it_runs_exists():
+    assert all((ROOT / path).is_file() for path in silicon.TESTS)
+    assert set(silicon.CONTESTANTS.split(",")) <= set(baselines.CONTESTANTS)
+    assert points.parse("blackwell-forward") and points.parse("foundation")
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there may be a GPU")
+def test_the_command_ends_with_a_sentence_before_it_installs_anything():
+    done = subprocess.run([ROOT / "scripts" / "silicon"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.count("\n") == 1 and "nvidia-smi finds no GPU here" in done.stderr
