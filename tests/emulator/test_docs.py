@@ -9,7 +9,7 @@ import pytest
 
 from scripts import mutation_tables
 
-from . import test_blackwell_forward, test_hopper_forward
+from . import test_blackwell_forward, test_hopper_forward, test_hopper_windows
 from .hopper import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,8 @@ def test_the_front_door_comes_first():
 
 def test_counts_are_those_of_the_tests():
     assert f"Hopper: {len(test_hopper_forward.CELLS)} shapes" in PAGE
-    assert f"Blackwell: {len(test_blackwell_forward.CASES)} shapes" in PAGE
+    assert f"Blackwell (`sm_100a`, `sm_103a`): {len(test_blackwell_forward.CELLS)} shapes" in PAGE
+    assert f"Hopper windows and softcaps: {len(test_hopper_windows.CASES)} shapes" in PAGE
     assert len(SCHEDULES) == 12 and "one of the twelve schedules" in PAGE
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cute_flash.arch.sm90.tiles import forward_tile
+from cute_flash.spec.splits import SPLIT_KEYS
 
 from .. import oracle
 from ..cases import Case, make_inputs
@@ -177,7 +178,7 @@ def expects_split(each: Cell) -> bool:
     """The combine is a launch of its own. The keys of a single tile are not shared out, whatever the rule says."""
     case = each.case
     tile = forward_tile(case.head_dim, case.head_dim_v, "causal" if case.causal else "full", short=not each.long)
-    return each.splits != 1 and case.seqlen_k > tile.tile_n
+    return each.splits != 1 and case.seqlen_k > max(tile.tile_n, SPLIT_KEYS)
 
 
 def test_without_lse(poisoned_empty):
