@@ -18,6 +18,8 @@ _warm: dict[tuple[Any, ...], Call] = {}
 _WARM_MAX = 4096
 
 _is_grad_enabled = torch.is_grad_enabled
+_functorch_active = torch._C._are_functorch_transforms_active
+_apply = autograd.apply
 _torch_deterministic = torch.are_deterministic_algorithms_enabled
 _float32 = torch.float32
 _bfloat16 = torch.bfloat16  # has no lazy signs, which DLPack would drop: they are of parts of complex numbers
@@ -92,15 +94,15 @@ def attention(
     if (
         call is not None
         and batch == batch_k == batch_v and seqlen_k == seqlen_v and heads_k == heads_v and head_dim == head_dim_k
-        and batch and seqlen_q and seqlen_k
-        and not lazy and forward_ad._current_level < 0  # tangents are refused on the cold path
+        and batch and seqlen_q and seqlen_k and not lazy and forward_ad._current_level < 0 and not _functorch_active()
         and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
-        and type(causal) is type(return_lse) is type(deterministic) is bool  # 1.0 has True's hash, and is refused
+        and (causal is False or causal is True) and (return_lse is False or return_lse is True)
+        and (deterministic is False or deterministic is True)  # 1.0 has True's hash, and is refused
     ):  # fmt: skip
         try:
-            numbers = (scale or call.scale, *bounds)
+            numbers = (scale or call.scale,) + bounds  # noqa: RUF005  unpacking takes three times as long
             if grad:
-                return autograd.differentiable(q, k, v, (call, numbers, batch, seqlen_q, seqlen_k))
+                return _apply(q, k, v, (call, numbers, batch, seqlen_q, seqlen_k))
             out, lse = call.forward(q, k, v, numbers, batch, seqlen_q, seqlen_k)
         except Exception:  # of k and v only shapes were looked at: the launch refuses another dtype, device or layout
             request.check_tensors(q, k, v)
@@ -136,7 +138,7 @@ def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None)
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
     if call.grad:
-        return autograd.differentiable(q, k, v, (call, numbers, batch, seqlen_q, seqlen_k))
+        return _apply(q, k, v, (call, numbers, batch, seqlen_q, seqlen_k))
     out, lse = call.forward(q, k, v, numbers, batch, seqlen_q, seqlen_k)
     return (out, lse) if options.return_lse else out
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..spec.errors import BackendBuildError, UnsupportedError
+from ..spec.errors import BackendBuildError
 from ..spec.mask import FULL
 from ..spec.problem import Problem
 from ..spec.splits import SplitRule, rule_of
 from . import compiler, dispatch, report
 from .dispatch import Decision
-from .request import FUNCTORCH, Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
+from .request import Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
 
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
@@ -25,8 +25,6 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Numbers = tuple[float, ...]  # (scale,), or (scale, left, right, softcap) where the plan is not plain
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Numbers, int, int, int], Outputs]
 Backward = Callable[..., Gradients]
-
-_functorch_active = torch._C._are_functorch_transforms_active
 
 
 @dataclass(frozen=True)
@@ -121,6 +119,11 @@ class Splitter:
     def query_tiles_max(self) -> int:
         return self.rule.query_tiles_max if self.rule else 0
 
+    @property
+    def few_keys(self) -> int:
+        """Too few to share out."""
+        return self.rule.keys if self.rule else 0
+
     def launch(self, splits: int, operands: tuple[Any, ...]) -> None:
         """operands: (q, k, v, out, lse, *numbers), rows as the backend wants them or not."""
         if self.kernel is None:
@@ -144,7 +147,7 @@ class Splitter:
 def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[..., None]:
     """(batch, seqlen_q, seqlen_k, operands) -> nothing; operands are (q, k, v, out, lse, *numbers)."""
     few, rule = splitter.query_tiles_max, splitter.rule
-    few_keys = rule.keys if rule else 0  # too few to share out
+    few_keys = splitter.few_keys
     checks = splitter.decision.backend.exports  # TVM-FFI functions compare dtypes and devices themselves
 
     def run(batch: int, seqlen_q: int, seqlen_k: int, operands: tuple[Any, ...]) -> None:
@@ -166,9 +169,7 @@ def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[...
 
 
 def _check_like_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The warm path looks at q only; its caller says what is wrong. Plain torch code would run under a transform."""
-    if _functorch_active():
-        raise UnsupportedError(FUNCTORCH)
+    """The warm path looks at q only; its caller says which of k and v is wrong."""
     if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
         raise TypeError("q, k and v must have one dtype and one device")
 
@@ -255,15 +256,23 @@ def bind_forward(
     run = bind_run(kernel, site.alignment, splitter)
     tiled_v = _round_up(site.head_dim_v, site.unit)
     allocate = outputs_of(site, tiled_v, has_lse)
+    few, few_keys = splitter.query_tiles_max, splitter.few_keys
+    at_once = splitter.decision.backend.exports and site.alignment > 0  # without a look at k and v, see bind_run
 
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, batch: int, seqlen_q: int, seqlen_k: int
     ) -> Outputs:
         out, lse = outputs = allocate(q, batch, seqlen_q)
-        if seqlen_q == 1 and rows is not None:
-            rows.run(batch, seqlen_k, (q, k, v, out, lse, *numbers))
+        operands = (q, k, v, out, lse) + numbers  # noqa: RUF005  unpacking takes three times as long
+        if at_once and seqlen_q > 1 and (seqlen_k <= few_keys or batch > few):
+            try:
+                kernel(*operands)
+            except ValueError as objection:
+                _relaunch(objection, kernel, ("q", "k", "v"), site.alignment, operands)
+        elif seqlen_q == 1 and rows is not None:
+            rows.run(batch, seqlen_k, operands)
         else:
-            run(batch, seqlen_q, seqlen_k, (q, k, v, out, lse, *numbers))
+            run(batch, seqlen_q, seqlen_k, operands)
         return outputs
 
     pad, pad_v = _round_up(site.head_dim, site.unit) - site.head_dim, tiled_v - site.head_dim_v
