@@ -11,6 +11,7 @@ from .runtime.dispatch import Decision
 from .runtime.launch import Call
 from .runtime.request import SCALE_MAX, SCALE_MIN, Options
 from .spec import settings
+from .spec.problem import SHORT_KEYS
 
 # (what a kernel depends on, shapes and strides left out) -> Call. Bounded because a key holds settings.generation.
 _warm: dict[tuple[Any, ...], Call] = {}
@@ -19,6 +20,7 @@ _WARM_MAX = 4096
 _is_grad_enabled = torch.is_grad_enabled
 _torch_deterministic = torch.are_deterministic_algorithms_enabled
 _float32 = torch.float32
+_bfloat16 = torch.bfloat16  # has no lazy signs, which DLPack would drop: they are of parts of complex numbers
 
 
 def attention(
@@ -77,11 +79,11 @@ def attention(
             batch_k, seqlen_k, heads_k, head_dim_k = k.shape
             batch_v, seqlen_v, heads_v, head_dim_v = v.shape
             dtype = q.dtype
-            lazy = q.is_neg() or k.is_neg() or v.is_neg()  # a sign that DLPack drops: the cold path makes it real
+            lazy = dtype is not _bfloat16 and (q.is_neg() or k.is_neg() or v.is_neg())  # for the cold path to resolve
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             key = (
                 dtype, q.device, heads_q, heads_k, head_dim, head_dim_v,
-                kind, return_lse, deterministic or _torch_deterministic(), grad,
+                kind, seqlen_k <= SHORT_KEYS, return_lse, deterministic or _torch_deterministic(), grad,
                 backend, settings.generation, dtype is not _float32 or request.ieee_float32(dtype),
             )  # fmt: skip
             call = _warm.get(key)

@@ -178,10 +178,14 @@ def _variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[
     plans: dict[Plan, Backend] = {}
     skipped = []
     masks, lses, directions = SWITCH[arguments.causal], SWITCH[arguments.lse], DIRECTIONS[arguments.direction]
-    grid = itertools.product(arguments.dtype, arguments.head_dim, directions, masks, lses)
-    for dtype, dims, direction, causal, lse in grid:
+    lengths = (False, True)  # beyond SHORT_KEYS and up to there; most plans are the same
+    grid = itertools.product(arguments.dtype, arguments.head_dim, directions, masks, lses, lengths)
+    for dtype, dims, direction, causal, lse, short in grid:
         options = request.spell(causal, arguments.window, arguments.softcap)
         problem = _problem(device, dtype, dims, direction, options, lse)
+        if short and direction == BACKWARD:
+            continue
+        problem = replace(problem, short=short)
         try:
             decision = dispatch.choose(problem)
         except UnsupportedError as refusal:

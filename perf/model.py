@@ -19,6 +19,7 @@ ISSUE_PER_CLOCK = 4  # four schedulers, one warp instruction each
 # Instructions that do not take an issue slot of their own in machine code, or that are counted on another pipe.
 NOT_ISSUED = ("mma", "tcgen05", "async copy", "branch", "param", "move")
 FP32_LANES = 128
+PACKED = ("ffma2", "fadd/fmul2")  # two values a lane
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ def estimate(counters, gpu: Gpu, tiles: int) -> Bound:
     shared = counters.shared_read + counters.shared_written + counters.mma_shared_read + total["shuffle"] * 128
     issued = sum(count for name, count in total.items() if name not in NOT_ISSUED)
     if not gpu.packed_f32:
-        issued += sum(count for name, count in total.items() if name.endswith("x2"))
+        issued += sum(total[name] for name in PACKED)
     fp32 = {name: count for name, count in total.items() if name.startswith(("fadd/fmul", "ffma"))}
-    fp32_ops = sum(count * (2 if name.endswith("x2") and not gpu.packed_f32 else 1) for name, count in fp32.items())
+    fp32_ops = sum(count * (2 if name in PACKED and not gpu.packed_f32 else 1) for name, count in fp32.items())
     cycles = {
         "MMA": mma / tiles,
         "ex2": (total["ex2"] + total["sfu"]) * WARP / gpu.ex2 / tiles,

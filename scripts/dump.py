@@ -38,6 +38,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--capability", default="", help="such as 9.0; default the backend's own, 9.0 for triton")
     add("--tile", default="", help="tile_m,tile_n,stages,warps in place of the backend's choice")
     add("--lse", action="store_true", help="the forward that writes LSE")
+    add("--short", action="store_true", help="the plan for sequences of at most SHORT_KEYS keys")
     add("--split", action="store_true", help="the plan that shares a query tile among CTAs")
     add("--out", type=Path, default=None, help="folder for NAME.ptx, NAME.cubin and NAME.sass")
     add("--import", dest="first", default="", help="import this module before compiling: must not change the PTX")
@@ -59,6 +60,7 @@ def plan_of(args: argparse.Namespace, point: points.Point) -> tuple[Any, Plan]:
         heads_kv=point.heads_kv,
         mask=Mask(left=point.left is not None, right=point.causal, causal=point.causal),
         lse=args.lse or point.direction == "bwd",
+        short=args.short and point.direction == "fwd",
     )
     if refusals := backend.refuse(problem):
         raise SystemExit(f"{args.backend} refuses {problem}: {'; '.join(refusals)}")

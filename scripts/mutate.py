@@ -68,12 +68,13 @@ class Subject:
 
 
 def dense(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE in float64, one head."""
+    """Output and LSE in float64, one head; 0 and -inf for rows that see no key."""
     scores = q[0, :, 0].double() @ k[0, :, 0].double().T * q.shape[-1] ** -0.5
     if causal:
         hidden = torch.ones(scores.shape, dtype=torch.bool).triu(scores.shape[1] - scores.shape[0] + 1)
         scores = scores.masked_fill(hidden, -math.inf)
-    return (scores.softmax(-1) @ v[0, :, 0].double())[None, :, None], scores.logsumexp(-1)[None, None]
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return (weights @ v[0, :, 0].double())[None, :, None], scores.logsumexp(-1)[None, None]
 
 
 def prepare(args: argparse.Namespace) -> Subject:
@@ -95,7 +96,7 @@ def prepare(args: argparse.Namespace) -> Subject:
     out, lse = torch.empty(1, rows, 1, plan.head_dim_v).bfloat16(), torch.empty(1, 1, rows)
     scratch = ()
     if args.split:
-        scratch = (torch.empty(2, 1, 1, rows, plan.head_dim_v), torch.empty(2, 1, 1, rows))
+        scratch = (torch.empty(2, 1, 1, rows, plan.head_dim_v), torch.empty(2, 1, 1, rows, 2))
     return Subject(kernel, (q, k, v, out, lse, point.scale, *scratch), dense(q, k, v, point.causal), plan.arch)
 
 

@@ -78,22 +78,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--emulator-csv", type=Path, default=None, help="keep the emulated runs: a row each")
 
 
+_TREE = pytest.StashKey[tuple[str, str]]()  # day and commit when the run starts: a long one must not see later edits
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--emulator-csv"):
+        from perf import machine
+
+        config.stash[_TREE] = (machine.now()[:10], machine.commit_here())
+
+
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
     _print_ratios(terminalreporter, reports)
     if path := config.getoption("--emulator-csv"):
-        _keep_emulated(path, reports)
+        _keep_emulated(path, config.stash[_TREE], reports)
 
 
-def _keep_emulated(path: Path, reports: list[pytest.TestReport]) -> None:
-    """`emulated` of the emulator's tests as CSV."""
+def _keep_emulated(path: Path, tree: tuple[str, str], reports: list[pytest.TestReport]) -> None:
+    """`emulated` of the emulator's tests as CSV, with the day and the commit of the tree that ran."""
     rows = [value for report in reports for name, value in report.user_properties if name == "emulated"]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("shape", "mode", "scheduler", "seed", "error", "lse_error", "steps", "seconds"))
+        writer.writerow(
+            ("date", "commit", "shape", "mode", "scheduler", "seed", "error", "lse_error", "steps", "seconds")
+        )
         for *names, error, lse_error, steps, seconds in sorted(rows):
-            writer.writerow((*names, f"{error:.3e}", f"{lse_error:.3e}", steps, f"{seconds:.2f}"))
+            writer.writerow((*tree, *names, f"{error:.3e}", f"{lse_error:.3e}", steps, f"{seconds:.2f}"))
 
 
 def _print_ratios(terminalreporter, reports: list[pytest.TestReport]) -> None:

@@ -59,12 +59,20 @@ def longest_first(
 
     kv_bytes: K and V of one head. `group` query heads read the same K and V, so they count once.
     """
-    rows = heads_q * batch
-    section = cutlass.max(1, L2_SECTION_BYTES // cutlass.max(1, kv_bytes)) * group
-    section = cutlass.min(section, rows)
-    section_index = index // (section * m_blocks)
-    within = index - section_index * section * m_blocks
-    first_row = section_index * section
-    width = cutlass.min(section, rows - first_row)  # the last section may be narrower
-    row = first_row + within % width
+    units = heads_q * batch // group
+    most = cutlass.max(1, L2_SECTION_BYTES // cutlass.max(1, kv_bytes))
+    sections = (units + most - 1) // most
+    # Widths differ by one unit at most: a narrow last section would leave most SMs waiting for its longest tile.
+    width, wide_sections = units // sections, units % sections
+    wide_tiles = wide_sections * (width + 1) * group * m_blocks
+    first_row, within = Int32(0), index
+    if index < wide_tiles:
+        width += 1
+    else:
+        first_row = wide_sections * (width + 1) * group
+        within = index - wide_tiles
+    width *= group
+    section = within // (width * m_blocks)
+    within -= section * width * m_blocks
+    row = first_row + section * width + within % width
     return WorkTile(m_blocks - 1 - within // width, row % heads_q, row // heads_q)

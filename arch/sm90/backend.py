@@ -25,6 +25,7 @@ class Sm90Backend:
         return support.refuse(problem)
 
     def plan(self, problem: Problem) -> Plan:
+        softcap = "softcap" in problem.features
         return Plan(
             backend=self.name,
             direction=problem.direction,
@@ -34,9 +35,11 @@ class Sm90Backend:
             head_dim_v=tiles.width(problem.head_dim_v),
             mask=problem.mask,
             lse=problem.lse,
-            softcap="softcap" in problem.features,
+            softcap=softcap,
             ctas=problem.device.sm_count,
-            tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask)),
+            tile=tiles.forward_tile(
+                problem.head_dim, problem.head_dim_v, str(problem.mask), problem.short and not softcap, softcap
+            ),
         )
 
     def split(self, plan: Plan) -> Plan | None:

@@ -37,8 +37,8 @@ from .pipeline import (
     wait_turn,
 )
 from .schedule import WARPGROUP, forward_schedule
-from .softmax import cap_scores, finish, rescale_output, softmax_step
-from .tiles import o_apart, persistent_keys
+from .softmax import cap_scores, finish, rescale_if_any, rescale_output, softmax_step
+from .tiles import o_apart, persistent_keys, skips_rescale
 
 
 class Sources(NamedTuple):
@@ -97,6 +97,7 @@ class ForwardSm90:
         self.mmas = ForwardMmas(plan.tile, plan.head_dim_v, dtype)
         self.max_ctas = plan.ctas
         self.persistent_keys = persistent_keys(plan.head_dim, plan.head_dim_v, str(plan.mask))
+        self.skips_rescale = skips_rescale(plan.tile, plan.head_dim, plan.head_dim_v, str(plan.mask))
         self.o_apart = o_apart(plan.tile, plan.head_dim, plan.head_dim_v)
         self.output_shape = OutputShape(plan.head_dim_v, self.schedule.mma_threads, self.o_apart)
 
@@ -339,7 +340,10 @@ class ForwardSm90:
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         pack_fragment(frags.s, frags.p_packed, self.dtype)
-        rescale_output(frags.o, context.state)
+        if cutlass.const_expr(self.skips_rescale):
+            rescale_if_any(frags.o, context.state)
+        else:
+            rescale_output(frags.o, context.state)
 
 
 class BoundedForwardSm90(ForwardSm90):

@@ -87,11 +87,11 @@ def first_column(thread: Int32) -> Int32:
 @cute.jit
 def issue_scores(mmas: cutlass.Constexpr, frags: Fragments, slot: Int32):
     """S = Q K^T, one commit group. The caller waits."""
-    mma = mmas.qk()
+    mma, k = mmas.qk(), frags.k[None, None, None, slot]
     mma.set(warpgroup.Field.ACCUMULATE, False)
     warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(frags.q, mode=[2])):
-        cute.gemm(mma, frags.s, frags.q[None, None, step, 0], frags.k[None, None, step, slot], frags.s)
+        cute.gemm(mma, frags.s, frags.q[None, None, step, 0], k[None, None, step], frags.s)
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 
@@ -99,9 +99,9 @@ def issue_scores(mmas: cutlass.Constexpr, frags: Fragments, slot: Int32):
 @cute.jit
 def issue_output(mmas: cutlass.Constexpr, frags: Fragments, slot: Int32):
     """O += P V, one commit group. O starts at zero, so that every step may accumulate."""
-    mma = mmas.pv()
+    mma, v = mmas.pv(), frags.v[None, None, None, slot]
     mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(frags.p, mode=[2])):
-        cute.gemm(mma, frags.o, frags.p[None, None, step], frags.v[None, None, step, slot], frags.o)
+        cute.gemm(mma, frags.o, frags.p[None, None, step], v[None, None, step], frags.o)
     warpgroup.commit_group()

@@ -20,7 +20,7 @@ from cutlass import Int32
 from .memory import ForwardLayouts
 from .schedule import WARPGROUP, Schedule
 
-TURN, Q_DEAD, O_STORED = 1, 4, 5  # ids; 0 belongs to __syncthreads, each row above takes up to three
+TURN, Q_DEAD, O_STORED = 1, 5, 6  # ids; 0 belongs to __syncthreads, TURN and O_STORED take up to four
 
 
 class ForwardPipelines(NamedTuple):

@@ -71,20 +71,27 @@ def scale_rows(o: cute.Tensor, factors: tuple[Float32, Float32]):
 
 @cute.jit
 def cap_scores(scores: cute.Tensor, factor: Float32):
-    """Raw scores s become tanh(x) = 1 - 2 / (1 + exp(2 x)), exp(2 x) = exp2(factor s); softmax_step's scale is then
-    softcap * log2(e).
+    """Raw scores s become tanh(x) = 1 - 2 / (1 + exp(2 x)) = 1 - 1 / (1/2 + exp2(factor s - 1)); the scale that goes to
+    softmax_step is then softcap * log2(e).
 
     Not tanh.approx.f32, one MUFU where this takes two: relative error 2^-11 (PTX ISA), so at softcap 50 a score may be
     0.024 off and its probability 2.4%, six times what rounding it to bfloat16 does. This is 1.9e-7 off at most: 1e-5.
     """
     flat = cute.make_tensor(scores.iterator, cute.make_layout(cute.size(scores)))
     for i in cutlass.range_constexpr(cute.size(flat)):
-        flat[i] = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + exp2(flat[i] * factor))
+        flat[i] = 1.0 - cute.arch.rcp_approx(0.5 + exp2(flat[i] * factor - 1.0))
 
 
 @cute.jit
 def rescale_output(o: cute.Tensor, state: RowState):
     scale_rows(o, (state.rescale[0], state.rescale[1]))
+
+
+@cute.jit
+def rescale_if_any(o: cute.Tensor, state: RowState):
+    """The same, skipped by a warp none of whose rows has a new maximum. Bits do not change."""
+    if cute.arch.vote_any_sync((state.rescale[0] != 1.0) | (state.rescale[1] != 1.0)):
+        scale_rows(o, (state.rescale[0], state.rescale[1]))
 
 
 @cute.jit

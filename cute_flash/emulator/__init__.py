@@ -11,8 +11,9 @@ Nothing here imports cutlass until emulation is switched on.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
-from .errors import BadAccess, Deadlock, EmulatorError, IllegalInstruction, Race, UnknownInstruction
+from .errors import BadAccess, Deadlock, EmulatorError, IllegalInstruction, Race, StepLimit, UnknownInstruction
 
 __all__ = [
     "BadAccess",
@@ -21,6 +22,7 @@ __all__ = [
     "EmulatorError",
     "IllegalInstruction",
     "Race",
+    "StepLimit",
     "UnknownInstruction",
     "call",
     "current",
@@ -29,38 +31,46 @@ __all__ = [
     "run",
 ]
 
-_stack: list[Emulation] = []
+_entered: list[Emulation] = []  # and not left yet, oldest first: the last one is on
+_hooks = contextlib.ExitStack()  # what was changed for it
 
 
 class Emulation:
     """An architecture and the knobs of its runs; a context manager, and the record of the launches made inside."""
 
     def __init__(self, arch: str, edit=None, **knobs):
+        from .hooks import CAPABILITY
         from .machine import Options
 
+        if arch not in CAPABILITY:
+            raise ValueError(f"arch={arch!r} is not one of {', '.join(CAPABILITY)}")
+        if edit is not None and not callable(edit):
+            raise TypeError(f"edit={edit!r} is not a function from PTX text to PTX text")
+        known = [field.name for field in dataclasses.fields(Options)]
+        for name in knobs:
+            if name not in known:
+                raise TypeError(f"{name}={knobs[name]!r}: no such knob; there are {', '.join(known)} and edit")
         self.arch, self.edit = arch, edit
         self.options = Options(**knobs)
         self.launches: list[dict] = []
-        self._hooks: contextlib.ExitStack | None = None
-        self._outer: tuple = ()
 
     def __enter__(self) -> Emulation:
-        from .hooks import apply
-        from .host import RUNTIME
-
-        self._hooks = apply(self.arch)
-        self._outer = (RUNTIME.options, RUNTIME.launches, RUNTIME.edit)
-        RUNTIME.options, RUNTIME.launches, RUNTIME.edit = self.options, self.launches, self.edit
-        _stack.append(self)
+        if self in _entered:
+            raise EmulatorError("this emulation is on already: make another with emulate()")
+        _entered.append(self)
+        try:
+            _switch()
+        except BaseException:
+            _entered.remove(self)
+            _switch()
+            raise
         return self
 
     def __exit__(self, *_) -> None:
-        from .host import RUNTIME
-
-        _stack.remove(self)
-        RUNTIME.options, RUNTIME.launches, RUNTIME.edit = self._outer
-        if self._hooks is not None:
-            self._hooks.close()
+        was_on = _entered[-1] is self
+        _entered.remove(self)
+        if was_on:
+            _switch()
 
     @property
     def counters(self):
@@ -70,28 +80,48 @@ class Emulation:
         return self.launches[-1]["counters"]
 
 
+def _switch() -> None:
+    """Let the latest entered emulation be the one that is on, with everything anew: so contexts may be left in any
+    order."""
+    global _hooks
+    from .hooks import apply
+    from .host import RUNTIME
+
+    _hooks.close()
+    _hooks = contextlib.ExitStack()
+    RUNTIME.forget_knobs()
+    if _entered:
+        on = _entered[-1]
+        _hooks = apply(on.arch)
+        RUNTIME.options, RUNTIME.launches, RUNTIME.edit = on.options, on.launches, on.edit
+
+
 def emulate(arch: str, **knobs) -> Emulation:
     """A context in which CuTe-DSL compiles for `arch` (sm_90a, sm_100a, sm_103a) and launches run on the CPU.
 
     mode: when asynchronous operations take effect: "eager", "late" or "random" (default).
-    scheduler: "round_robin", "random" (default) or "priority"; seed: of both.
-    race: report unordered accesses (default True). resident: clusters in flight at once (default 4).
-    max_steps: give up after so many steps (default None).
+    scheduler: "round_robin", "random" (default) or "priority"; seed: of both, 0 or more.
+    race: report unordered accesses (default True). resident: clusters in flight at once, 1 or more (default 4).
+    max_steps: raise StepLimit after so many steps (default None).
+    strict_exit: a warp may not exit with bulk stores it has not waited for (default False).
     edit: a function from PTX text to PTX text, applied to every kernel (for planted faults).
+
+    Contexts may nest and overlap: of those still open the latest entered is on. ValueError or TypeError, naming value
+    and rule, for a bad argument.
     """
     return Emulation(arch, **knobs)
 
 
 def current() -> Emulation | None:
     """The emulation that is on, innermost first."""
-    return _stack[-1] if _stack else None
+    return _entered[-1] if _entered else None
 
 
 def call(function, *args):
     """Call a compiled or loaded function (a bare tvm_ffi.Function too) with CPU tensors; emulation must be on."""
     from .hooks import present, raising
 
-    if not _stack:
+    if not _entered:
         raise EmulatorError("no emulation is on: use `with emulate(arch):`")
     return raising(lambda: function(*(present(a) for a in args)), args)
 

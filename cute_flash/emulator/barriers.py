@@ -65,6 +65,11 @@ class MBarrier:
         return (self.phase & 1) != (parity & 1)
 
     def state(self) -> str:
+        if self.tx < 0:
+            return (
+                f"phase {self.phase}, {self.pending} of {self.count} arrivals missing"
+                f" and {-self.tx} more bytes arrived than expected"
+            )
         return f"phase {self.phase}, {self.pending} of {self.count} arrivals and {self.tx} bytes missing"
 
 

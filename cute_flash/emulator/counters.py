@@ -36,7 +36,7 @@ def class_of(instr) -> str:
         )
         return space
     if head in ("add", "sub", "mul", "fma", "min", "max", "neg", "abs", "mad", "div") and "f" in instr.parts[-1]:
-        packed = "x2" if "x2" in instr.parts[-1] else ""
+        packed = "2" if "x2" in instr.parts[-1] else ""  # FFMA2, FADD2, FMUL2: one instruction, two values a lane
         return {"fma": "ffma", "mad": "ffma", "min": "fminmax", "max": "fminmax"}.get(head, "fadd/fmul") + packed
     return _FAMILY.get(head, "integer")
 

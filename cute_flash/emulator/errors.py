@@ -25,3 +25,7 @@ class Race(EmulatorError):
 
 class Deadlock(EmulatorError):
     """No warp can run and no operation is in flight."""
+
+
+class StepLimit(EmulatorError):
+    """A launch took more steps than `max_steps` allows: it polls for ever, or is long."""

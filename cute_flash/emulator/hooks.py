@@ -18,31 +18,45 @@ SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
 L2_BYTES = {"sm_90a": 50 << 20, "sm_100a": 126 << 20, "sm_103a": 126 << 20}
 
 
+NO_MEMORY = "{}: a tensor without memory (a FakeTensor, a meta tensor) cannot be run, in an emulator either"
+
+
 class DeviceTensor:
-    """A CPU tensor that says it lives on cuda:0: through DLPack the kernels are then the ones a GPU would get."""
+    """A CPU tensor that says it lives on cuda:0: through DLPack the kernels are then the ones a GPU would get.
+
+    ValueError for a tensor that has a shape but no memory.
+    """
 
     def __init__(self, tensor):
         self.tensor = tensor.detach() if hasattr(tensor, "detach") else tensor
 
     def __dlpack__(self, **_):
         capsule = self.tensor.__dlpack__()
-        _set_device(capsule)
+        if _set_device(capsule) is None and self.tensor.numel():
+            raise ValueError(NO_MEMORY.format(_shape_of(self.tensor)))
         return capsule
 
     def __dlpack_device__(self):
         return (_CUDA, 0)
 
 
-def _set_device(capsule) -> None:
+def _shape_of(tensor) -> str:
+    return f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
+
+
+def _set_device(capsule) -> int | None:
+    """Write CUDA where DLPack says CPU. -> the address of the tensor's data, None for a null pointer."""
     api = ctypes.pythonapi
     api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
     api.PyCapsule_GetPointer.restype = ctypes.c_void_p
     api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
     name = api.PyCapsule_GetName(capsule)
     start = {b"dltensor": 0, b"dltensor_versioned": 32}[name]
-    device = ctypes.cast(api.PyCapsule_GetPointer(capsule, name) + start + 8, ctypes.POINTER(ctypes.c_int32))
+    address = api.PyCapsule_GetPointer(capsule, name) + start
+    device = ctypes.cast(address + 8, ctypes.POINTER(ctypes.c_int32))
     if device[0] == _CPU:
         device[0], device[1] = _CUDA, 0
+    return ctypes.c_void_p.from_address(address).value
 
 
 def _is_cpu_tensor(value) -> bool:
@@ -55,6 +69,8 @@ def present(value):
         import tvm_ffi
 
         return tvm_ffi.from_dlpack(DeviceTensor(value))
+    if getattr(value, "is_meta", False):
+        raise ValueError(NO_MEMORY.format(_shape_of(value)))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(present(v) for v in value))
     if isinstance(value, (tuple, list)):
@@ -125,8 +141,6 @@ def _patch(stack: contextlib.ExitStack, owner, name: str, value) -> None:
 
 def apply(arch: str) -> contextlib.ExitStack:
     """Switch everything on; closing the returned stack switches it off."""
-    if arch not in CAPABILITY:
-        raise ValueError(f"arch {arch!r}: the emulator knows {', '.join(CAPABILITY)}")
     path = RUNTIME.build()
     RUNTIME.sms = SMS[arch]
     RUNTIME.library.emu_device(*CAPABILITY[arch], SMS[arch])

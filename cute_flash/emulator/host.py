@@ -93,19 +93,23 @@ class Runtime:
     """What stands behind the shim: known cubins, loaded kernels, and the record of launches."""
 
     def __init__(self):
-        self.options = Options()
+        self.forget_knobs()
         self.sms = 132
         self.ptx_by_cubin: dict[str, str] = {}
         self.programs: dict[tuple, Program] = {}
         self.libraries: list[str] = []
         self.kernels: list[tuple[str, str]] = []
-        self.launches: list[dict] = []
         self.error: BaseException | None = None
         self.ranges: list | None = None  # what the running call may touch, where that is known
-        self.edit = None  # PTX text -> PTX text, applied before parsing (mutation tests)
         self.library = None
         self.path = ""
         self._callbacks: tuple = ()
+
+    def forget_knobs(self) -> None:
+        """As when nothing is emulated."""
+        self.options = Options()
+        self.launches: list[dict] = []
+        self.edit = None  # PTX text -> PTX text, applied before parsing (mutation tests)
 
     def build(self) -> str:
         """Compile and load the shim; -> its path."""

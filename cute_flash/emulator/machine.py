@@ -9,8 +9,8 @@ import numpy as np
 
 from .barriers import ClusterBarrier, MBarrier, MBarrierWait, NamedBarrier
 from .counters import Counters
-from .engine import STARVED, Engine
-from .errors import BadAccess, Deadlock, EmulatorError, IllegalInstruction
+from .engine import MODES, STARVED, Engine
+from .errors import BadAccess, Deadlock, EmulatorError, IllegalInstruction, StepLimit
 from .memory import DYNAMIC_BASE, HostMemory, SharedMemory
 from .order import Order, Shadow
 from .ptx import Kernel
@@ -35,8 +35,21 @@ class Options:
     strict_exit: bool = False  # a warp may not exit with bulk stores it has not waited for
 
     def __post_init__(self):
-        if self.scheduler not in SCHEDULERS:
-            raise ValueError(f"scheduler {self.scheduler!r}: one of {', '.join(SCHEDULERS)}")
+        """ValueError or TypeError, naming knob, value and rule."""
+        for name, allowed in (("mode", MODES), ("scheduler", SCHEDULERS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        for name in ("race", "strict_exit"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r} is not True or False")
+        for name, least in (("seed", 0), ("resident", 1), ("max_steps", 1)):
+            value = getattr(self, name)
+            if value is None and name == "max_steps":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} is not an integer")
+            if value < least:
+                raise ValueError(f"{name}={value} is less than {least}")
 
 
 class Cta:
@@ -297,8 +310,9 @@ class Launch:
 
     def _relieve_polls(self) -> None:
         """A loop that polls memory must not starve the operation it waits for."""
-        if self.options.max_steps and self.steps > self.options.max_steps:
-            raise Deadlock(f"more than {self.options.max_steps} steps\n" + self._report())
+        if self.options.max_steps is not None and self.steps > self.options.max_steps:
+            limit = self.options.max_steps
+            raise StepLimit(f"more than max_steps={limit} steps; who stands where:\n{self._report()}")
         mark = getattr(self, "_poll_mark", 0)
         if self.steps - mark > STARVED:
             self._poll_mark = self.steps

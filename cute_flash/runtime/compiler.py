@@ -84,8 +84,9 @@ def build(backend: Backend, plan: Plan) -> tuple[Any, float]:
     with _compiling:
         _import_toolchain(backend)
         make = functools.partial(backend.build, plan)
-        if settings.current.emulate and backend.exports:
-            make = functools.partial(emulation.build, make)
+        arch = settings.current.emulate
+        if arch is not None and backend.exports:
+            make = functools.partial(emulation.build, arch, make)
         start = time.perf_counter()
         try:
             built = make()

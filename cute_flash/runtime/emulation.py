@@ -62,18 +62,32 @@ def _for_the_process(arch: str) -> Any:
     return enter(arch).__enter__()
 
 
-def build(make: Callable[[], Any]) -> Callable[..., Any]:
-    """Compile under emulation and return a kernel that launches under it, on CPU tensors."""
+def build(arch: str, make: Callable[[], Any]) -> Callable[..., Any]:
+    """Compile under emulation of `arch` and return a kernel that launches under it, on CPU tensors."""
+    _switch_on(arch)
+    return functools.partial(_launch, arch, make())
+
+
+def _launch(arch: str, kernel: Callable[..., Any], *args: Any) -> Any:
+    """Compiled inside a `with` block, a kernel may run outside it, where the environment variable asks for the same."""
     from .. import emulator
 
-    arch = settings.current.emulate
-    if arch is not None and emulator.current() is None:
+    _switch_on(arch)
+    return emulator.call(kernel, *args)
+
+
+def _switch_on(arch: str) -> None:
+    """See that `arch` is the architecture emulated now. RuntimeError when it is another."""
+    from .. import emulator
+
+    on = emulator.current()
+    if on is None:
         _for_the_process(arch)
-    return functools.partial(emulator.call, make())
+    elif on.arch != arch:
+        raise RuntimeError(f"a kernel for {arch} cannot run here: the emulation that is on is of {on.arch}")
 
 
-@contextlib.contextmanager
-def emulate(arch: str, **knobs: Any) -> Iterator[Any]:
+def emulate(arch: str, **knobs: Any) -> contextlib.AbstractContextManager[Any]:
     """Run the kernels of `arch` ("sm_90a", "sm_100a", "sm_103a") on CPU tensors, inside the `with` block.
 
         with cute_flash.emulate("sm_90a") as emulation:
@@ -81,9 +95,15 @@ def emulate(arch: str, **knobs: Any) -> Iterator[Any]:
         print(emulation.counters.total())
 
     Thousands of times slower than a GPU: for tests and for reading what a kernel does. `knobs` are the emulator's
-    (mode, scheduler, seed, race, resident, max_steps; see docs/emulator.md).
+    (mode, scheduler, seed, race, resident, max_steps; see docs/emulator.md). Blocks may nest and overlap: the latest
+    entered of those still open counts. ValueError or TypeError here, not inside, for a value outside its rule.
     """
     from .. import emulator
 
-    with settings.override(emulate=arch), emulator.emulate(arch, **knobs) as emulation:
+    return _emulating(emulator.emulate(arch, **knobs))
+
+
+@contextlib.contextmanager
+def _emulating(emulation: Any) -> Iterator[Any]:
+    with settings.override(emulate=emulation.arch), emulation:
         yield emulation

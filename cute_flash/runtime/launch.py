@@ -144,13 +144,13 @@ class Splitter:
 def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[..., None]:
     """(batch, seqlen_q, seqlen_k, operands) -> nothing; operands are (q, k, v, out, lse, *numbers)."""
     few, rule = splitter.query_tiles_max, splitter.rule
-    one_tile = rule.tile_n if rule else 0  # keys that cannot be shared out
+    few_keys = rule.keys if rule else 0  # too few to share out
     checks = splitter.decision.backend.exports  # TVM-FFI functions compare dtypes and devices themselves
 
     def run(batch: int, seqlen_q: int, seqlen_k: int, operands: tuple[Any, ...]) -> None:
         if not checks:
             _check_like_q(*operands[:3])
-        if batch <= few and seqlen_k > one_tile and rule is not None:
+        if batch <= few and seqlen_k > few_keys and rule is not None:
             splits = rule.count(batch, seqlen_q, seqlen_k)
             if splits > 1:
                 splitter.launch(splits, operands)

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from ..spec.errors import UnsupportedError
 from ..spec.mask import Mask
-from ..spec.problem import FORWARD, Problem
+from ..spec.problem import FORWARD, SHORT_KEYS, Problem
 from . import emulation
 
 HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
@@ -335,6 +335,7 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         heads_kv=k.shape[2],
         mask=options.mask,
         lse=options.return_lse or needs_grad(q, k, v),
+        short=k.shape[1] <= SHORT_KEYS,
         deterministic=options.deterministic or torch.are_deterministic_algorithms_enabled(),
         ieee_float32=ieee_float32(q.dtype),
         features=options.features,
@@ -344,4 +345,4 @@ def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
 
 def backward_of(problem: Problem, lse_grad: bool) -> Problem:
     """The backward problem that a forward leads to. dout's layout is not known yet, so nothing is said of alignment."""
-    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, unaligned=())
+    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, short=False, unaligned=())

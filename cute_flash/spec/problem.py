@@ -6,6 +6,7 @@ from .device import Device
 from .mask import FULL, Mask
 
 FORWARD, BACKWARD = "forward", "backward"
+SHORT_KEYS = 1024  # up to here a forward counts as short
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Problem:
     deterministic: bool = False
     ieee_float32: bool = True  # float32 matmuls must not round to TF32
     features: frozenset[str] = frozenset()  # options beyond the plain call, by public name such as "softcap"
+    short: bool = False  # forward only: seqlen_k <= SHORT_KEYS, where smaller tiles may win
     unaligned: tuple[str, ...] = field(default=())  # why q, k or v is not 16-byte friendly, one sentence each
 
     @property
@@ -35,6 +37,7 @@ class Problem:
         extras = "".join(f" {name}" for name in sorted(self.features))
         extras += " lse" if self.lse else ""
         extras += " deterministic" if self.deterministic else ""
+        extras += f" keys<={SHORT_KEYS}" if self.short else ""
         return (
             f"{self.direction} {self.dtype} head_dim={dims} heads={self.heads_q}/{self.heads_kv} "
             f"{self.mask}{extras} on {self.device}"

@@ -71,17 +71,24 @@ def compiler_variables() -> tuple[str, ...]:
 
 current: Settings = read(os.environ)
 generation: int = 0
+_of_environment = current
+_overrides: list[dict[str, Any]] = []  # of the blocks that are open, oldest first
 
 
-def _set(value: Settings) -> None:
+def _apply() -> None:
     global current, generation
+    value = _of_environment
+    for fields in _overrides:
+        value = replace(value, **fields)
     current = value
     generation += 1
 
 
 def refresh() -> Settings:
-    """Read the environment again (it is otherwise read once, at import)."""
-    _set(read(os.environ))
+    """Read the environment again (it is otherwise read once, at import). Open overrides stay."""
+    global _of_environment
+    _of_environment = read(os.environ)
+    _apply()
     return current
 
 
@@ -104,6 +111,7 @@ def _check_field(name: str, value: Any) -> None:
 def override(**fields: Any) -> Iterator[Settings]:
     """Settings with some fields replaced, for the length of a `with` block.
 
+    Blocks may overlap and be left in any order (threads, generators): of those still open the latest entered counts.
     What is no setting, or a value outside its rule, raises TypeError or ValueError naming both, and changes nothing.
     """
     known = tuple(Settings.__dataclass_fields__)
@@ -111,9 +119,10 @@ def override(**fields: Any) -> Iterator[Settings]:
         if name not in known:
             raise TypeError(f"{name}= is not a setting: the settings are {', '.join(known)}")
         _check_field(name, value)
-    before = current
-    _set(replace(before, **fields))
+    _overrides.append(fields)
+    _apply()
     try:
         yield current
     finally:
-        _set(before)
+        _overrides[:] = [other for other in _overrides if other is not fields]
+        _apply()

@@ -4,13 +4,15 @@ from dataclasses import dataclass
 
 from .plan import Plan
 
+SPLIT_KEYS = 128  # fewer take less time than the second launch
+
 
 @dataclass(frozen=True)
 class SplitRule:
     """The split count of a call, for one Plan, head count and GPU."""
 
     tile_m: int
-    tile_n: int
+    keys: int  # that a split gets at least, and more than a call must have to be split
     heads_q: int
     sm_count: int
 
@@ -20,14 +22,14 @@ class SplitRule:
         return self.sm_count // self.heads_q
 
     def count(self, batch: int, seqlen_q: int, seqlen_k: int) -> int:
-        """How many CTAs share a query tile; 1 = no split. Up to two waves of CTAs, none with less than a key tile."""
+        """How many CTAs share a query tile; 1 = no split. Up to two waves of CTAs, none with less than `keys`."""
         query_tiles = batch * -(-seqlen_q // self.tile_m)
         if query_tiles > self.query_tiles_max:
             return 1
-        return max(1, min(-(-seqlen_k // self.tile_n), 2 * self.sm_count // (query_tiles * self.heads_q)))
+        return max(1, min(-(-seqlen_k // self.keys), 2 * self.sm_count // (query_tiles * self.heads_q)))
 
 
 def rule_of(plan: Plan, heads_q: int, sm_count: int) -> SplitRule:
     if plan.tile is None:
         raise ValueError(f"a plan without a tile cannot be split: {plan}")
-    return SplitRule(plan.tile.tile_m, plan.tile.tile_n, heads_q, sm_count)
+    return SplitRule(plan.tile.tile_m, max(plan.tile.tile_n, SPLIT_KEYS), heads_q, sm_count)

@@ -6,12 +6,9 @@ import torch
 from tests import cases, oracle
 from tests.cases import Case
 from tests.device.gpu import DEVICE, GRADIENT_BACKENDS, judge_backward, runner
-from tests.runner import ALLOWED_RATIO, HALF_ULP
+from tests.runner import ALLOWED_RATIO, HALF_ULP, ONE_KEY_ATOL
 
 NAMES = ("dq", "dk", "dv")
-# A row with one key has P = 1 and dP = delta, so dq = dk = 0 but for float32 rounding of dP - delta: sqrt(256) products
-# of size 1 give 1e-6, times k and scale. Nothing larger may be left.
-ONE_KEY_ATOL = 1e-4
 
 
 def pairs(some):

@@ -10,7 +10,9 @@ from unittest import mock
 import torch
 
 import cute_flash
-from cute_flash.runtime import compiler
+from cute_flash import api
+from cute_flash.emulator.counters import Counters
+from cute_flash.runtime import compiler, request
 from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
 from cute_flash.spec.splits import SplitRule
@@ -38,7 +40,7 @@ class Schedule:
 
 SCHEDULES = tuple(
     Schedule(mode, scheduler, seed)
-    for seed, scheduler in ((1, "random"), (2, "random"), (3, "priority"))
+    for seed, scheduler in ((1, "random"), (2, "random"), (3, "priority"), (4, "round_robin"))
     for mode in ("eager", "late", "random")
 )
 
@@ -50,7 +52,7 @@ class Answer:
     kernels: tuple[str, ...]  # names, in launch order
     steps: int  # warp instructions of all launches
     seconds: float  # of this processor, without compiling
-    tmem_written: int  # bytes that threads stored to tensor memory
+    counters: tuple[Counters, ...]  # of each launch
 
 
 def turn() -> int:
@@ -84,11 +86,12 @@ def attend(
     arch: str = ARCH,
     sms: int = SMS,
     scale: float | None = None,
+    long: bool = False,
     **knobs,
 ) -> Answer:
     """attention() of CPU tensors on the own kernel of a GPU with `sms` SMs.
 
-    `splits` overrules the front door's own count.
+    `splits` overrules the front door's own count; `long`: the plan of long sequences, whatever the length.
     """
     clock = _CompileClock()
     with contextlib.ExitStack() as stack:
@@ -97,6 +100,9 @@ def attend(
         if splits is not None:
             enter(mock.patch.object(SplitRule, "count", lambda *_: splits))
         enter(mock.patch.dict(device_facts._SM_COUNTS, {device_facts.ARCHES[arch]: sms}))
+        if long:
+            for module in (api, request):  # the warm key and the problem
+                enter(mock.patch.object(module, "SHORT_KEYS", 0))
         enter(settings.override(cache_dir=None, backend=None, strict=False))
         emulation = enter(cute_flash.emulate(arch, **knobs))
         start = time.process_time()
@@ -106,4 +112,4 @@ def attend(
         launches = list(emulation.launches)
     out, lse = result if return_lse else (result, None)
     names, steps = tuple(x["kernel"] for x in launches), sum(x["steps"] for x in launches)
-    return Answer(out, lse, names, steps, seconds, sum(x["counters"].tmem_written for x in launches))
+    return Answer(out, lse, names, steps, seconds, tuple(x["counters"] for x in launches))

@@ -219,7 +219,7 @@ def rescaled_share(each: Case) -> float:
     row = 32 * 4  # bytes of one column of a warp's rows
     products = (each.head_dim // 16) * 128 + 8 * each.head_dim_v  # accumulator columns that matrix products write
     always = warps * steps * row * (64 + products)  # 64: P
-    return (answer.tmem_written - always) / (warps * (steps - 1) * row * each.head_dim_v)
+    return (answer.counters[0].tmem_written - always) / (warps * (steps - 1) * row * each.head_dim_v)
 
 
 @pytest.mark.parametrize("dims", [64, 128], ids=str)

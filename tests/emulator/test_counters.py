@@ -6,8 +6,10 @@ import torch
 from cute_flash.emulator import emulate
 from perf.model import GPUS, by_role, estimate
 
-from .test_faults import run_tile, tile
-from .test_forward_sm90 import compiled, tensors
+from ..cases import Case, make_inputs
+from . import bare
+from .hopper import attend
+from .test_faults import tile
 
 ROLES = {"load": range(4), "mma": range(4, 12)}
 
@@ -56,14 +58,12 @@ def test_counts_do_not_depend_on_the_schedule():
 
 def test_forward_tile_bound_on_hopper():
     """128 x 128, d = 128: 2048 cycles of MMA, 1024 of ex2 and a little, 1792 of shared memory before Q and O."""
-    kernel = compiled((128, 128), False)
-    q, k, v, out, lse = tensors((128, 128), (256, 512), (1, 1))
-    with emulate("sm_90a", seed=1) as emulation:
-        kernel(q, k, v, out, lse, 128**-0.5)
-    shape = next(iter(emulation.counters.mma_by_shape))
+    inputs = make_inputs(Case(1, 256, 512, 1, 1, 128, 128))
+    (counters,) = attend(inputs, False, 1, seed=1).counters
+    shape = next(iter(counters.mma_by_shape))
     n = int(shape[shape.index("n") + 1 : shape.index("k")])
     tiles = 2 * -(-512 // n)
-    bound = estimate(emulation.counters, GPUS["H200"], tiles)
+    bound = estimate(counters, GPUS["H200"], tiles)
     full = n / 128
     assert bound.cycles["MMA"] == pytest.approx(2048 * full)
     assert 1024 * full <= bound.cycles["ex2"] < 1024 * full * 1.05
@@ -78,10 +78,14 @@ def test_blackwell_has_twice_the_mma_rate():
     assert slow == 2 * fast == 512  # 2 x 128 x 128 x 64 FLOP a tile at 4096 a clock
 
 
-def test_last_launch_and_options():
-    s, expected = run_tile("sm_90a")
-    assert (s - expected).abs().max() < 1e-4
-    with pytest.raises(ValueError, match="scheduler"):
-        emulate("sm_90a", scheduler="fair")
-    with pytest.raises(ValueError, match="sm_80"), emulate("sm_80"):
-        pass
+def test_packed_arithmetic_has_the_names_of_machine_code():
+    """FFMA2, FADD2, FMUL2: two float32 values a lane; a GPU without them issues each twice."""
+    body = "mov.b64 %d1, 0; fma.rn.f32x2 %d2, %d1, %d1, %d1; add.rn.f32x2 %d3, %d2, %d1; mul.rn.f32x2 %d4, %d3, %d1;"
+    counters = bare.run(body + "mov.b32 %r1, 0; fma.rn.f32 %r2, %r1, %r1, %r1; ex2.approx.f32 %r3, %r2;").counters
+    total = counters.total()
+    assert {name: total[name] for name in ("ffma2", "fadd/fmul2", "ffma", "ex2")} == {
+        "ffma2": 1, "fadd/fmul2": 2, "ffma": 1, "ex2": 1,
+    }  # fmt: skip
+    hopper, blackwell = (estimate(counters, GPUS[name], 1).cycles for name in ("H200", "B200"))
+    assert hopper["FP32"] == (2 * 3 + 1) * 32 / 128 and blackwell["FP32"] == (3 + 1) * 32 / 128
+    assert hopper["issue"] - blackwell["issue"] == 3 / 4

@@ -85,9 +85,9 @@ def test_missing_proxy_fence():
         check_forward(compiled, 1, 128, 1, 128, True)
 
 
-@pytest.mark.parametrize("nbytes", [8192, 16400])
-def test_wrong_expect_tx(nbytes):
-    with pytest.raises(Deadlock, match="bytes missing"):
+@pytest.mark.parametrize("nbytes, said", [(8192, "8192 more bytes arrived than expected"), (16400, "16 bytes missing")])
+def test_wrong_expect_tx(nbytes, said):
+    with pytest.raises(Deadlock, match=said):
         run_tile("sm_90a", cut(r"(mov\.b32 \s*%r\d+, )16384", rf"\g<1>{nbytes}"))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cute_flash.arch.sm90.tiles import forward_tile
+from cute_flash.spec.splits import SPLIT_KEYS
 
 from .. import oracle
 from ..cases import Case, make_inputs
@@ -25,26 +26,31 @@ class Cell:
     case: Case
     splits: int | None = 1  # CTAs that share a query tile; None = as the front door decides
     sms: int = SMS  # few: a CTA takes several query tiles in turn
+    long: bool = False  # the plan for more than SHORT_KEYS keys
 
     def __str__(self) -> str:
         few = f"-sms{self.sms}" if self.sms != SMS else ""
-        return f"{self.case}-{'ruled' if self.splits is None else f'splits{self.splits}'}{few}"
+        plan = "-long" if self.long else ""
+        return f"{self.case}-{'ruled' if self.splits is None else f'splits{self.splits}'}{few}{plan}"
 
 
 def cell(dims, lengths, heads=(1, 1), splits: int | None = 1, sms=SMS, **fields) -> Cell:
     dims = dims if isinstance(dims, tuple) else (dims, dims)
-    batch = fields.pop("batch", 1)
-    return Cell(Case(batch, *lengths, *heads, *dims, **fields), splits, sms)
+    batch, long = fields.pop("batch", 1), fields.pop("long", False)
+    return Cell(Case(batch, *lengths, *heads, *dims, **fields), splits, sms, long)
 
 
-# Neighbours share a kernel: a process compiles each once. Tiles: 192 x 128 at 64, 128 x 128 at 96 causal, 128 and
-# (192, 128), 192 x 112 at 96 full, 128 x 112 at 192, 128 x 80 at 256.
+# Neighbours share a kernel: a process compiles each once. Tiles: 256 x 64 at 64 full, 128 x 128 at 64 and 96 causal, at
+# 128 and (192, 128), 192 x 112 at 96 full, 128 x 112 at 192, 128 x 80 at 256; long ones 192 x 128 at 64, 192 x 96 at 96
+# causal.
 FULL = (
     cell(64, (1, 1), batch=2),
     cell(64, (63, 65)),
     cell(64, (191, 193)),
     cell(64, (193, 127)),
-    cell(64, (64, 513)),  # five key tiles through a ring of two
+    cell(64, (64, 513)),  # nine key tiles through a ring of two
+    cell(64, (257, 257)),
+    cell(64, (255, 63)),
     cell(40, (129, 64), heads=(4, 1)),
     cell(33, (65, 129)),
     cell(64, (65, 191), heads=(2, 1), layout="heads_first", values="outliers"),
@@ -61,6 +67,10 @@ FULL = (
     cell(256, (63, 81)),
     cell(256, (64, 241), values="falling"),  # tiles are visited from the last: maxima rise at each
     cell(64, (65, 129), dtype="float16"),
+    cell(64, (1, 300), heads=(2, 1)),  # one row a head: the group becomes rows of a tile
+    cell(80, (129, 256)),
+    cell(128, (200, 50)),
+    cell(128, (256, 192)),
 )
 CAUSAL = (
     cell(64, (129, 129)),
@@ -82,9 +92,26 @@ CAUSAL = (
     cell(256, (129, 65)),
     cell(256, (65, 193)),
     cell(128, (127, 129), dtype="float16"),
+    cell(64, (127, 129), heads=(3, 1)),
+    cell(128, (1, 300), heads=(2, 1)),
+    cell(128, (256, 192)),
+    cell((192, 128), (200, 50)),  # 150 rows see no key
+)
+LONG_FULL = (
+    cell(64, (191, 193), long=True),
+    cell(64, (193, 127), long=True),
+    cell(64, (64, 513), long=True, values="falling"),
+    cell(64, (65, 129), dtype="float16", long=True),
+)
+LONG_CAUSAL = (
+    cell(64, (193, 193), long=True),
+    cell(64, (64, 192), long=True),
+    cell(64, (193, 65), heads=(2, 1), long=True, sms=1),
+    cell(96, (191, 97), long=True),
+    cell(96, (193, 289), long=True, values="rising"),
 )
 SPLIT = (
-    cell(64, (1, 300), heads=(7, 1), splits=None, causal=True),  # one row a head: the group becomes rows of a tile
+    cell(64, (1, 300), heads=(7, 1), splits=None, causal=True),
     cell(64, (65, 257), splits=2),
     cell(128, (64, 385), splits=None),
     cell(128, (1, 193), heads=(8, 2), splits=None),
@@ -108,10 +135,19 @@ PERSISTENT_FULL = (cell(128, (129, 257), heads=(2, 1), sms=1), cell(256, (129, 8
 
 
 def causal(cells):
-    return tuple(Cell(Case(**{**vars(each.case), "causal": True}), each.splits, each.sms) for each in cells)
+    return tuple(Cell(Case(**{**vars(each.case), "causal": True}), each.splits, each.sms, each.long) for each in cells)
 
 
-CELLS = FULL + causal(CAUSAL) + SPLIT + causal(SPLIT_CAUSAL) + causal(PERSISTENT) + PERSISTENT_FULL
+CELLS = (
+    FULL
+    + LONG_FULL
+    + causal(CAUSAL)
+    + causal(LONG_CAUSAL)
+    + SPLIT
+    + causal(SPLIT_CAUSAL)
+    + causal(PERSISTENT)
+    + PERSISTENT_FULL
+)
 
 
 def schedules():
@@ -129,7 +165,7 @@ def test_at_least_thirty_shapes():
 @pytest.mark.parametrize("each, schedule", schedules())
 def test_right_under_every_schedule(each: Cell, schedule: Schedule, poisoned_empty, record_property):
     case, inputs = each.case, make_inputs(each.case)
-    answer = attend(inputs, case.causal, each.splits, sms=each.sms, strict_exit=True, **schedule.knobs)
+    answer = attend(inputs, case.causal, each.splits, sms=each.sms, long=each.long, strict_exit=True, **schedule.knobs)
     exact = oracle.forward(*inputs.qkv, causal=case.causal)
     error, lse_error = oracle.relative_error(answer.out, exact.out), oracle.lse_excess(answer.lse, exact.lse)
     row = (str(each), schedule.mode, schedule.scheduler, schedule.seed, error, lse_error, answer.steps, answer.seconds)
@@ -141,8 +177,8 @@ def test_right_under_every_schedule(each: Cell, schedule: Schedule, poisoned_emp
 def expects_split(each: Cell) -> bool:
     """The combine is a launch of its own. The keys of a single tile are not shared out, whatever the rule says."""
     case = each.case
-    tile = forward_tile(case.head_dim, case.head_dim_v, "causal" if case.causal else "full")
-    return each.splits != 1 and case.seqlen_k > tile.tile_n
+    tile = forward_tile(case.head_dim, case.head_dim_v, "causal" if case.causal else "full", short=not each.long)
+    return each.splits != 1 and case.seqlen_k > max(tile.tile_n, SPLIT_KEYS)
 
 
 def test_without_lse(poisoned_empty):
@@ -167,3 +203,4 @@ def test_the_table_in_the_tree_holds_every_run():
     names = {(row["shape"], row["mode"], row["scheduler"], int(row["seed"])) for row in rows}
     assert names == {(str(each), s.mode, s.scheduler, s.seed) for each in CELLS for s in SCHEDULES}
     assert all(float(row["lse_error"]) <= 1 and float(row["error"]) < 4e-3 for row in rows)
+    assert len({(row["date"], row["commit"]) for row in rows}) == 1 and not rows[0]["commit"].endswith("+")

@@ -1,11 +1,17 @@
 """The ways into the emulator: compiled, loaded, plain CuTe-DSL without TVM-FFI, two architectures at once."""
 
+import contextlib
+import functools
+import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import cute_flash
 from cute_flash import emulator
 from cute_flash.emulator import EmulatorError, emulate
 
@@ -53,6 +59,110 @@ def test_both_architectures_in_one_process_and_nested():
             s, expected = run_tile(arch)
             assert (s - expected).abs().max() < 1e-4
         assert emulator.current() is outer
+
+
+def test_leaving_restores_the_outer_device():
+    from cute_flash.emulator.host import RUNTIME
+
+    with emulate("sm_90a") as outer:
+        with emulate("sm_100a"):
+            assert said_by_the_driver() == (10, 0, 148) and RUNTIME.sms == 148
+        assert said_by_the_driver() == (9, 0, 132) and RUNTIME.sms == 132
+        assert RUNTIME.options is outer.options
+
+
+def said_by_the_driver() -> tuple:
+    """Compute capability and SM count as host code asks the CUDA runtime for them."""
+    import ctypes
+
+    from cute_flash.emulator.host import RUNTIME
+
+    value, found = ctypes.c_int(), []
+    for attribute in (75, 76, 16):
+        RUNTIME.library._cudaDeviceGetAttribute(ctypes.byref(value), attribute, 0)
+        found.append(value.value)
+    return tuple(found)
+
+
+def test_contexts_left_out_of_order():
+    """The first one entered is left first: the second stays on until it is left, then nothing is."""
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    from cute_flash.emulator.host import RUNTIME
+
+    arch_of_the_compiler = CuTeDSL._get_dsl().envar.arch
+    first, second = emulate("sm_90a", seed=1), emulate("sm_100a", seed=2)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert emulator.current() is second and RUNTIME.options.seed == 2 and said_by_the_driver() == (10, 0, 148)
+    s, expected = run_tile("sm_100a")
+    assert (s - expected).abs().max() < 1e-4
+    assert emulator.current() is second
+    second.__exit__(None, None, None)
+    assert emulator.current() is None and RUNTIME.options.seed == 0
+    assert CuTeDSL._get_dsl().envar.arch == arch_of_the_compiler
+    with pytest.raises(EmulatorError, match="no emulation is on"):
+        emulator.call(print)
+
+
+def test_one_emulation_is_entered_once_at_a_time():
+    with emulate("sm_90a") as emulation:
+        with pytest.raises(EmulatorError, match="on already"), emulation:
+            pass
+        assert emulator.current() is emulation
+    with emulation:
+        assert emulator.current() is emulation
+    assert emulator.current() is None
+
+
+@pytest.mark.parametrize(
+    "knobs, error, rule",
+    [
+        ({"mode": "soon"}, ValueError, "mode='soon' is not one of eager, late, random"),
+        ({"scheduler": "fair"}, ValueError, "scheduler='fair' is not one of round_robin, random, priority"),
+        ({"seed": -1}, ValueError, "seed=-1 is less than 0"),
+        ({"seed": 1.5}, TypeError, "seed=1.5 is not an integer"),
+        ({"seed": None}, TypeError, "seed=None is not an integer"),
+        ({"resident": 0}, ValueError, "resident=0 is less than 1"),
+        ({"resident": True}, TypeError, "resident=True is not an integer"),
+        ({"max_steps": 0}, ValueError, "max_steps=0 is less than 1"),
+        ({"race": 1}, TypeError, "race=1 is not True or False"),
+        ({"strict_exit": "yes"}, TypeError, "strict_exit='yes' is not True or False"),
+        ({"edit": "sed"}, TypeError, "edit='sed' is not a function"),
+        ({"modes": "late"}, TypeError, "modes='late': no such knob; there are mode, scheduler, seed"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("front", [emulate, cute_flash.emulate], ids=["emulator", "cute_flash"])
+def test_knobs_are_checked_at_the_call(front, knobs, error, rule):
+    with pytest.raises(error, match=re.escape(rule)):
+        front("sm_90a", **knobs)
+
+
+@pytest.mark.parametrize("front", [emulate, cute_flash.emulate], ids=["emulator", "cute_flash"])
+def test_the_architecture_is_checked_at_the_call(front):
+    with pytest.raises(ValueError, match="arch='sm_80' is not one of sm_90a, sm_100a, sm_103a"):
+        front("sm_80")
+
+
+@pytest.mark.parametrize("kind", ["FakeTensor", "meta"])
+@pytest.mark.parametrize("through", ["compiled", "emulator.call", "attention"])
+def test_tensors_without_memory_are_refused(kind, through):
+    shape = (1, 40, 2, 64) if through == "attention" else (128, 64)
+    with FakeTensorMode() if kind == "FakeTensor" else contextlib.nullcontext():
+        q = torch.empty(shape, dtype=torch.bfloat16, device="meta" if kind == "meta" else "cpu")
+    refused = pytest.raises((ValueError, cute_flash.UnsupportedError), match=kind)
+    if through == "attention":
+        with cute_flash.emulate("sm_90a") as emulation, warnings.catch_warnings(), refused:
+            warnings.simplefilter("ignore")  # torch's own, of addresses of fake tensors
+            cute_flash.attention(q, q, q, backend="sm90")
+    else:
+        compiled = tile("sm_90a")
+        call = compiled if through == "compiled" else functools.partial(emulator.call, compiled)
+        with emulate("sm_90a") as emulation, refused:
+            call(q, q, torch.empty(128, 128))
+    assert not emulation.launches
 
 
 def test_plain_cute_dsl_without_tvm_ffi():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cute_flash.emulator import BadAccess, Deadlock, IllegalInstruction, Race
+from cute_flash.emulator import BadAccess, Deadlock, IllegalInstruction, Race, StepLimit
 
 from .bare import per_lane, run
 
@@ -277,6 +277,14 @@ def test_tmem_left_allocated():
 def test_mistakes_are_named(body, error):
     with pytest.raises(error, match="PTX line"):
         run(body, np.zeros(4, np.float64))
+
+
+def test_a_step_limit_is_not_a_deadlock():
+    """A poll of memory that nobody will write."""
+    body = "AGAIN: ld.global.b32 %r1, [%d0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra AGAIN;"
+    with pytest.raises(StepLimit, match=r"more than max_steps=500 steps(.|\n)*PTX line") as caught:
+        run(body, np.zeros(1, np.uint32), max_steps=500)
+    assert not isinstance(caught.value, Deadlock)
 
 
 def test_memory_starts_as_nan():

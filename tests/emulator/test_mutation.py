@@ -5,8 +5,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import mutate
+from tests import oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "perf" / "results" / "mutation_sm90.csv"
@@ -27,11 +29,26 @@ def test_dropped_synchronisation_is_noticed():
     assert {outcome.site.kind for outcome in outcomes} == set(CHEAP)
 
 
+def test_shared_keys_and_blackwell_are_right_before_anything_is_dropped():
+    for words in (["--points", "d=64,mask=full", "--split"], ["--backend", "sm100", "--points", "d=64,mask=causal"]):
+        subject = mutate.prepare(mutate.arguments([*words, "--query-tiles", "1"]))
+        right, counters = subject.attempt(subject.note, mutate.KNOBS[0])
+        assert right and counters.lines, words
+
+
 def test_a_kernel_that_is_wrong_already_is_not_scored():
     subject = mutate.prepare(mutate.arguments(["--points", "d=64,mask=full", "--key-tiles", "1", "--query-tiles", "1"]))
     subject.exact = (subject.exact[0] + 1, subject.exact[1])
     with pytest.raises(RuntimeError, match="wrong before anything is dropped"):
         next(mutate.judge(subject))
+
+
+def test_rows_that_see_no_key_have_a_right_answer():
+    q, k, v = (torch.randn(1, n, 1, 8) for n in (5, 3, 3))
+    out, lse = mutate.dense(q, k, v, causal=True)
+    exact = oracle.forward(q, k, v, causal=True)
+    assert (out[:, :2] == 0).all() and (lse[..., :2] == -torch.inf).all()
+    torch.testing.assert_close((out, lse), (exact.out, exact.lse))
 
 
 def test_every_kernel_of_the_table_is_scored_whole(rows):

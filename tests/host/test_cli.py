@@ -91,7 +91,7 @@ def test_a_gpu_too_old_for_all_is_refused_once(simulated, capsys):
 
 def test_warmup_fills_the_cache_that_the_call_then_finds(backends, capsys):
     (backend,) = backends(HostDslBackend())
-    command = ["warmup", "--head-dim", "64", "--direction", "forward", "--lse", "no", "--causal", "no"]
+    command = ["warmup", "--head-dim", "128", "--direction", "forward", "--lse", "no", "--causal", "no"]
     assert cli.main(command) == 0
     assert "compiled in" in capsys.readouterr().out
     compiler.forget()
@@ -117,7 +117,7 @@ def test_warmup_covers_the_grid_it_is_given(backends):
 
 
 def test_warmup_compiles_what_few_query_rows_run_too():
-    command = ["warmup", "--head-dim", "64", "--direction", "forward", "--lse", "no", "--causal", "no"]
+    command = ["warmup", "--head-dim", "128", "--direction", "forward", "--lse", "no", "--causal", "no"]
 
     def variants(*more):
         plans, _ = cli._variants(cli.parser().parse_args([*command, *more]))

@@ -94,6 +94,37 @@ def test_the_environment_variable_switches_the_whole_process(tmp_path):
         assert "<string>" in said and "the backward on emulated 9.0" in said  # the user's line is named
 
 
+def test_contexts_and_the_variable_mix_in_any_order(tmp_path):
+    program = """
+        from cute_flash import emulator
+        from cute_flash.spec import settings
+        import os
+
+        def backend():
+            return cute_flash.explain(q, k, v).backend.name, cute_flash.attention(q, k, v).isfinite().all().item()
+
+        first, second = emulate("sm_90a"), emulate("sm_100a")
+        assert settings.current.emulate is None  # nothing is on before the block
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert backend() == ("sm100", True)
+        second.__exit__(None, None, None)
+        assert backend() == ("reference", True) and emulator.current() is None
+        with emulate("sm_90a"):
+            assert backend() == ("sm90", True)
+        os.environ["CUTE_FLASH_EMULATE"] = "sm_90a"
+        settings.refresh()
+        assert backend() == ("sm90", True)  # a kernel that was compiled inside a block
+        with emulate("sm_100a"):
+            assert backend() == ("sm100", True)
+        assert backend() == ("sm90", True)
+        with emulator.emulate("sm_100a"), pytest.raises(RuntimeError, match="kernel for sm_90a .* is of sm_100a"):
+            cute_flash.attention(q, k, v)
+    """
+    run(program, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("first", ["emulator", "FlashAttention-4"])
 def test_the_library_that_was_opened_first_gives_the_symbols(first, tmp_path):
     """Importing FlashAttention-4 opens the real one: after it nothing may be emulated, before it all may."""

@@ -57,6 +57,17 @@ def test_override_is_undone_and_moves_the_generation():
     assert settings.generation == generation + 2
 
 
+def test_overlapping_overrides_are_left_in_any_order():
+    before = settings.current
+    first, second = settings.override(emulate="sm_90a"), settings.override(emulate="sm_100a", strict=True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert settings.current.emulate == "sm_100a" and settings.current.strict
+    second.__exit__(None, None, None)
+    assert settings.current == before
+
+
 @pytest.mark.parametrize(
     ("field", "error", "words"),
     [
@@ -82,7 +93,7 @@ def test_override_refuses_what_is_no_setting_and_changes_nothing(field, error, w
 
 
 def test_emulate_takes_the_architectures_that_are_known():
-    with pytest.raises(ValueError, match="emulate='sm_80' is not one of sm_90a"), cute_flash.emulate("sm_80"):
+    with pytest.raises(ValueError, match="arch='sm_80' is not one of sm_90a"), cute_flash.emulate("sm_80"):
         pass
 
 
