@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import itertools
 import math
 import sys
 import tempfile
@@ -80,6 +81,18 @@ def loops_of(code: list) -> dict[str, int | str]:
     }
 
 
+def mma_order(code: list) -> str:
+    """The products of the MMA warp's loop as it issues them: P comes from tensor memory (TS), Q from shared (SS)."""
+    bodies = (sorted(body) for body in sass.loops(code).values())
+    orders = []
+    for body in bodies:
+        kinds = [next(iter(sass.mix([code[i]]))) for i in body if sass.MATRIX.match(code[i].opcode)]
+        if {kind.split()[-1] for kind in kinds} == {"SS", "TS"}:
+            orders.append((len(body), kinds))
+    runs = itertools.groupby(min(orders)[1]) if orders else ()
+    return " ".join(f"{len(list(run))}x{'PV' if kind.endswith('TS') else 'QK'}" for kind, run in runs)
+
+
 def machine_code(cubin: bytes, tool: str) -> dict[str, int | str]:
     (name, code), *_ = sass.functions(sass.disassemble(cubin, tool)).items()
     counts: Counter = sass.mix(code)
@@ -91,6 +104,7 @@ def machine_code(cubin: bytes, tool: str) -> dict[str, int | str]:
         "spill_loads": counts["LDL"],
         "instructions": sum(counts.values()) - counts["NOP"],
         **loops_of(code),
+        "mma_order": mma_order(code),
     }
 
 

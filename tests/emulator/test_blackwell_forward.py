@@ -18,7 +18,7 @@ from .hopper import SCHEDULES, Schedule, attend, turn
 
 TABLE = Path(__file__).resolve().parents[2] / "perf" / "results" / "emulator_blackwell_forward.csv"
 ARCHES = ("sm_100a", "sm_103a")
-EAGER_AND_LATE = tuple(each for each in SCHEDULES if each.mode != "random")  # under three seeds
+EAGER_AND_LATE = tuple(each for each in SCHEDULES if each.mode != "random" and each.seed <= 3)
 EVERY_SEED = (Schedule("late", "random", 1), Schedule("eager", "random", 2), Schedule("late", "priority", 3))
 
 

@@ -13,7 +13,7 @@ from .. import oracle
 from ..cases import Inputs
 from .hopper import attend
 
-DIM = 64  # tiles of 192 query rows and 128 keys
+DIM = 64  # tiles of 192 query rows (Blackwell 128) and 128 keys
 TOLERANCE = 4e-3  # P and the output are rounded to bfloat16, 2^-9 each
 SCALE = math.log(2.0)
 
@@ -28,9 +28,9 @@ def shifted(level: int, seqlen_q: int, seqlen_k: int) -> Inputs:
     return Inputs(*(x.bfloat16() for x in (q, k, v, v)))
 
 
-def check(inputs: Inputs, causal: bool, splits: int) -> torch.Tensor:
+def check(inputs: Inputs, causal: bool, splits: int, arch: str = "sm_90a") -> torch.Tensor:
     """The LSE, once it and the output are right."""
-    answer = attend(inputs, causal, splits, scale=SCALE)
+    answer = attend(inputs, causal, splits, scale=SCALE, arch=arch)
     assert len(answer.kernels) == (1 if splits == 1 else 2)
     exact = oracle.forward(*inputs.qkv, causal=causal, scale=SCALE)
     assert oracle.relative_error(answer.out, exact.out) < TOLERANCE
@@ -44,8 +44,16 @@ def test_a_row_of_huge_scores_is_weighed_right(level, splits, poisoned_empty):
     check(shifted(level, 33, 300), False, splits)
 
 
+@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize("level", [0, -(2**20), 2**23], ids=str)
+def test_blackwell_weighs_it_right_too(level, splits, poisoned_empty):
+    """It keeps maxima that are up to 2^8 too low: a split hands on the one that its sum is relative to."""
+    check(shifted(level, 33, 300), False, splits, "sm_100a")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("level", [-(2**20), 2**23], ids=str)
-def test_rows_that_one_split_or_none_has_keys_for(level, poisoned_empty):
+def test_rows_that_one_split_or_none_has_keys_for(level, arch, poisoned_empty):
     """Causal, two splits: rows below 60 see no key, those below 188 only keys of the first tile."""
-    lse = check(shifted(level, 200, 140), True, 2)
+    lse = check(shifted(level, 200, 140), True, 2, arch)
     assert (lse[0, 0] == -math.inf).sum() == 60
