@@ -136,6 +136,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--backend", default="sm90")
     add("--points", default="d=128,mask=causal", help="as perf/bench.py (only d, dv and mask matter)")
     add("--split", action="store_true", help="the plan that shares a query tile among CTAs")
+    add("--short", action="store_true", help="the plan for sequences of at most SHORT_KEYS keys")
     add("--query-tiles", type=int, default=3)
     add("--key-tiles", type=int, default=4)
     add("--ctas", type=int, default=1, help="that share the query tiles: 1 takes them all in turn")
