@@ -21,7 +21,10 @@ def test_the_walk_reads_from_top_to_bottom(simulated):
     decision = explain(*qkv(requires_grad=True), causal=True)
     assert isinstance(decision, Decision)
     lines = str(decision).splitlines()
-    assert lines[0] == "forward bfloat16 head_dim=64 heads=4/2 causal lse keys<=1024 on simulated 9.0 (cuda:0, capability 9.0)"
+    assert (
+        lines[0]
+        == "forward bfloat16 head_dim=64 heads=4/2 causal lse keys<=1024 on simulated 9.0 (cuda:0, capability 9.0)"
+    )
     assert lines[1].startswith("  runs: sm90 forward sm_90a bfloat16 d=64 causal tile ")
     assert lines[2].startswith("  sm100: runs on compute capability 10.0 and 10.3")
     backward = lines.index(next(line for line in lines if line.startswith("backward ")))
