@@ -9,6 +9,7 @@ import numpy as np
 from . import access
 from .errors import IllegalInstruction, UnknownInstruction
 from .ptx import Instr, Kernel
+from .registers import LANES, RegisterPool
 from .warp import BLOCKED
 
 REGISTRY: dict = {}
@@ -99,9 +100,23 @@ def indirect(i: Instr, kernel: Kernel):
     return step
 
 
+class _RegisterWait:
+    def __init__(self, pool: RegisterPool, need: int):
+        self.pool, self.need = pool, need
+
+    def ready(self) -> bool:
+        return self.pool.free >= self.need
+
+    def describe(self) -> str:
+        return (
+            f"waits for {self.need} registers, {self.pool.free} are free "
+            f"(the CTA started with {self.pool.at_launch} a thread)"
+        )
+
+
 @effect("setmaxnreg", visible=False)
 def setmaxnreg(i: Instr, kernel: Kernel):
-    count, after = i.args[0].value, i.pc + 1
+    count, after, raising = i.args[0].value, i.pc + 1, "inc" in i.parts
 
     def step(w, mask):
         if not w.converged(mask):
@@ -110,6 +125,15 @@ def setmaxnreg(i: Instr, kernel: Kernel):
             raise w.fail(IllegalInstruction, f"setmaxnreg {count}: a multiple of 8 between 24 and 256 is needed")
         if w.cta.program.kernel.reqntid is None and not w.cta.launch.block:
             raise w.fail(IllegalInstruction, "setmaxnreg without a known block size")
+        pool = w.cta.registers
+        held = w.state.get("maxnreg", pool.at_launch)
+        if (count > held) != raising:
+            return after  # nothing to take, nothing to give
+        need = (count - held) * LANES
+        if need > pool.free:
+            w.fragment.wait = _RegisterWait(pool, need)
+            return BLOCKED
+        pool.free -= need
         w.state["maxnreg"] = count
         return after
 

@@ -14,7 +14,7 @@ from .errors import BadAccess, Deadlock, EmulatorError, IllegalInstruction, Step
 from .memory import DYNAMIC_BASE, HostMemory, SharedMemory
 from .order import Order, Shadow
 from .ptx import Kernel
-from .registers import LANES
+from .registers import LANES, RegisterPool
 from .tmem import Tmem
 from .warp import Warp
 
@@ -65,6 +65,7 @@ class Cta:
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         threads = int(np.prod(launch.block))
+        self.registers = RegisterPool(threads)
         self.warps = [Warp(self, i, threads) for i in range((threads + LANES - 1) // LANES)]
         if self.order is not None:
             for warp in self.warps:

@@ -33,3 +33,13 @@ class Registers:
     def matrix(self, cls: str = "R") -> np.ndarray:
         """All registers of a class as one array (count, 32)."""
         return self._arrays[cls]
+
+
+class RegisterPool:
+    """The registers of a CTA. Its warps start with all of them, alike; setmaxnreg only moves them."""
+
+    FILE = 65_536  # 32-bit registers of an SM, compute capabilities 9.0 to 10.3
+
+    def __init__(self, threads: int):
+        self.at_launch = min(255, self.FILE // threads) // 8 * 8  # ptxas: as many as let the CTA start
+        self.free = 0

@@ -147,6 +147,12 @@ def test_named_barrier_with_the_wrong_count():
         run_tile("sm_100a", cut(r"(bar(?:rier)?\.(?:cta\.)?sync\s+1, )160", r"\g<1>192"))
 
 
+def test_more_registers_than_the_cta_has():
+    """384 threads start with 168 each; 24 + 2 * 248 is more than three times that. A GPU waits for ever."""
+    with pytest.raises(Deadlock, match=r"waits for 2560 registers, \d+ are free \(the CTA started with 168 a thread\)"):
+        run_tile("sm_90a", lambda ptx: re.sub(r"(setmaxnreg\.inc\S*\s+)240;", r"\g<1>248;", ptx))
+
+
 def test_use_of_tmem_after_dealloc():
     def edit(ptx: str) -> str:
         load = re.search(r"tcgen05\.ld[^;]*;", ptx)[0]

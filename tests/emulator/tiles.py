@@ -80,7 +80,7 @@ class HopperTile:
         tKs, tKg = cpasync.tma_partition(k_atom, 0, one, cute.group_modes(sK, 0, 2), cute.group_modes(gK, 0, 2))
         tiles = cute.size(gK, mode=[2])
         if warp < 4:
-            cute.arch.setmaxregister_decrease(40)
+            cute.arch.setmaxregister_decrease(24)
             if warp == 0:
                 q_state = pipeline.make_pipeline_state(USER.Producer, 1)
                 k_state = pipeline.make_pipeline_state(USER.Producer, STAGES)
