@@ -22,7 +22,6 @@ _functorch_active = torch._C._are_functorch_transforms_active
 _apply = autograd.apply
 _torch_deterministic = torch.are_deterministic_algorithms_enabled
 _float32 = torch.float32
-_bfloat16 = torch.bfloat16  # has no lazy signs, which DLPack would drop: they are of parts of complex numbers
 
 
 def attention(
@@ -81,7 +80,7 @@ def attention(
             batch_k, seqlen_k, heads_k, head_dim_k = k.shape
             batch_v, seqlen_v, heads_v, head_dim_v = v.shape
             dtype = q.dtype
-            lazy = dtype is not _bfloat16 and (q.is_neg() or k.is_neg() or v.is_neg())  # for the cold path to resolve
+            lazy = q.is_neg() or k.is_neg() or v.is_neg()  # DLPack would drop the sign: the cold path makes it real
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             key = (
                 dtype, q.device, heads_q, heads_k, head_dim, head_dim_v,

@@ -99,6 +99,20 @@ def test_a_flag_stays_true_or_false_once_a_call_is_warm(backends, name, value):
         attention(*inputs, **{name: integer})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+def test_a_lazy_sign_never_reaches_a_warm_kernel(backends, dtype, which):
+    """torch._neg_view gives one to any dtype; a kernel reads the memory, which has the other sign."""
+    seen = []
+    backends(FakeBackend("sm90", kernel=lambda *operands: seen.append([x.is_neg() for x in operands[:3]])))
+    inputs = [t.to(dtype) for t in qkv(False)]
+    attention(*inputs)
+    inputs[which] = torch._neg_view(inputs[which])
+    assert inputs[which].is_neg()
+    attention(*inputs)
+    assert seen == [[False] * 3] * 2
+
+
 def test_a_warm_call_under_a_transform_is_refused_by_plain_torch_code_too():
     """Of the backends, `reference` would compute something under vmap."""
     inputs = tuple(t.float() for t in qkv(False))
