@@ -31,6 +31,7 @@ class Decision:
     refusals: Mapping[str, tuple[str, ...]]  # of the backends asked before, in order
     fallback: bool = False  # one of them is made for this device
     copies: tuple[str, ...] = ()  # inputs the backend cannot read as they lie
+    sharing: tuple[str, ...] = ()  # plans that run instead where query rows are few; `explain` alone fills it in
     backward: "Decision | None" = field(default=None, compare=False)
 
     @property
@@ -48,7 +49,7 @@ class Decision:
         lines = [str(self.problem), f"  runs: {self.plan}{mark}{origin}"]
         caveat = getattr(self.backend, "caveat", "")
         lines += [f"  {self.backend.name}: {caveat}"] if caveat else []
-        lines += [f"  {copy}" for copy in self.copies]
+        lines += [f"  {sentence}" for sentence in self.sharing + self.copies]
         return lay_out("\n".join(lines), self.refusals).splitlines()
 
     def __str__(self) -> str:

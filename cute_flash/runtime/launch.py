@@ -17,7 +17,7 @@ from ..spec.problem import Problem
 from ..spec.splits import SplitRule, rule_of
 from . import compiler, dispatch, report
 from .dispatch import Decision
-from .request import Options, alignment_faults, backward_of, default_scale, describe, needs_grad, scale_copy
+from .request import Options, alignment_faults, backward_of, default_scale, describe, is_empty, needs_grad, scale_copy
 
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
@@ -174,6 +174,20 @@ def _check_like_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise TypeError("q, k and v must have one dtype and one device")
 
 
+def _packed(problem: Problem) -> Problem:
+    """What GroupRows runs instead."""
+    return replace(problem, mask=FULL, heads_q=problem.heads_kv, unaligned=())
+
+
+def _packs(decision: Decision) -> bool:
+    """Where a backend splits keys, it also packs groups; elsewhere a row a head is what the kernel expects.
+
+    Not under a window: rows of one tile see different keys there.
+    """
+    problem = decision.problem
+    return problem.group > 1 and not problem.mask.windowed and decision.backend.split(decision.plan) is not None
+
+
 class GroupRows:
     """One query row a head: the query heads of a group become rows of one tile, so K and V are read once a group.
 
@@ -182,7 +196,7 @@ class GroupRows:
 
     def __init__(self, decision: Decision, forced: str | None, device: torch.device) -> None:
         problem = decision.problem
-        self.problem = replace(problem, mask=FULL, heads_q=problem.heads_kv, unaligned=())
+        self.problem = _packed(problem)
         self.group, self.heads_kv = problem.group, problem.heads_kv
         self.forced, self.device = forced, device
         self._run: Callable[..., None] | None = None
@@ -209,16 +223,7 @@ class GroupRows:
 
 
 def group_rows(decision: Decision, forced: str | None, device: torch.device) -> GroupRows | None:
-    """Where a backend splits keys, it also packs groups; elsewhere a row a head is what the kernel expects.
-
-    Not under a window: rows of one tile see different keys there.
-    """
-    worth = (
-        decision.problem.group > 1
-        and not decision.problem.mask.windowed
-        and decision.backend.split(decision.plan) is not None
-    )
-    return GroupRows(decision, forced, device) if worth else None
+    return GroupRows(decision, forced, device) if _packs(decision) else None
 
 
 def outputs_of(site: Site, tiled_v: int, has_lse: bool) -> Callable[[torch.Tensor, int, int], Outputs]:
@@ -358,6 +363,22 @@ def ready(problem: Problem, forced: str | None, device: torch.device) -> tuple[D
         return decision, on_device(compiled.kernel, device, decision.backend.exports)
 
 
+def _sharing(decision: Decision, forced: str | None, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[str, ...]:
+    """Which plans these sizes launch in place of the decision's, and why; a sentence each, none for most calls."""
+    sentences = []
+    if seqlen_q == 1 and _packs(decision):
+        seqlen_q = decision.problem.group
+        decision = dispatch.choose(_packed(decision.problem), forced)
+        sentences.append(f"one query row: the {seqlen_q} heads of a group share a tile, by {decision.plan}")
+    plan = decision.backend.split(decision.plan)
+    if plan is not None:
+        rule = rule_of(plan, decision.problem.heads_q, decision.problem.device.sm_count)
+        splits = rule.count(batch, seqlen_q, seqlen_k)
+        if splits > 1:
+            sentences.append(f"few query rows: {splits} CTAs share the keys of a query tile, by {plan}")
+    return tuple(sentences)
+
+
 def decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Decision:
     """The forward's Decision and, where gradients are on, the backward's; for `explain`."""
     problem = describe(q, k, v, options)
@@ -365,7 +386,8 @@ def decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) 
     backward = None
     if needs_grad(q, k, v):
         backward = dispatch.choose(backward_of(problem, options.return_lse), options.backend)
-    return replace(decision, copies=scale_copy(options.scale) + decision.copies, backward=backward)
+    sharing = () if is_empty(q, k) else _sharing(decision, options.backend, *q.shape[:2], k.shape[1])
+    return replace(decision, copies=scale_copy(options.scale) + decision.copies, sharing=sharing, backward=backward)
 
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Call:

@@ -1,11 +1,14 @@
 """explain(): the walk as text and as facts, with nothing compiled."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from cute_flash import Decision, attention, explain
 from cute_flash.runtime import compiler
 from cute_flash.spec import settings
+from cute_flash.spec.plan import Tile
 
 from ..fakes import FakeBackend
 
@@ -105,3 +108,56 @@ def test_explain_and_attention_agree(backends):
     decision = explain(q, k, v, causal=True)
     attention(q, k, v, causal=True).sum().backward()
     assert {decision.plan, decision.backward.plan} == set(decision.backend.built)
+
+
+def few_rows(seqlen_q, seqlen_k, **sizes):
+    heads_kv, group, batch = (sizes.get(name, 1) for name in ("heads_kv", "group", "batch"))
+    shapes = ((batch, seqlen_q, heads_kv * group, 64), *[(batch, seqlen_k, heads_kv, 64)] * 2)
+    return tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=str)
+def test_plans_that_run_instead_where_query_rows_are_few_are_named(simulated, capability):
+    simulated(capability)
+    shared = explain(*few_rows(5, 1000), causal=True)
+    (sentence,) = shared.sharing
+    assert sentence == f"few query rows: 8 CTAs share the keys of a query tile, by {shared.backend.split(shared.plan)}"
+    assert f"  {sentence}" in str(shared).splitlines()
+    packed = explain(*few_rows(1, 1000, heads_kv=2, group=3), causal=True)
+    rows, keys = packed.sharing
+    assert rows.startswith("one query row: the 3 heads of a group share a tile, by ") and " full tile " in rows
+    assert (
+        keys.startswith("few query rows: 8 CTAs share the keys") and keys.endswith(" split") and " full tile " in keys
+    )
+
+
+def test_where_nothing_is_shared_nothing_is_said_of_it(simulated):
+    simulated((9, 0))
+    for inputs in (few_rows(5, 128), few_rows(4096, 4096, heads_kv=16), few_rows(0, 1000), few_rows(1, 0, group=2)):
+        assert explain(*inputs).sharing == ()
+    inputs = few_rows(1, 1000, group=2)
+    for options in ({"window": (9, 0)}, {"softcap": 9.0}, {"backend": "triton"}):
+        assert explain(*inputs, **options).sharing == ()
+
+
+class SharingBackend(FakeBackend):
+    """Splits keys, as a plain plan's backend does."""
+
+    def plan(self, problem):
+        return replace(super().plan(problem), tile=Tile(128, 64))
+
+    def split(self, plan):
+        return replace(plan, variant="split") if plan.plain else None
+
+
+@pytest.mark.parametrize(
+    "inputs", [few_rows(5, 1000), few_rows(1, 1000, heads_kv=2, group=3), few_rows(1, 100, group=2)]
+)
+def test_what_explain_says_of_few_query_rows_is_what_runs(simulated, backends, inputs):
+    simulated((9, 0))
+    (backend,) = backends(SharingBackend())
+    decision = explain(*inputs)
+    attention(*inputs)
+    assert len(decision.sharing) == len({sentence.split(", by ")[1] for sentence in decision.sharing}) > 0
+    assert {str(plan) for plan in backend.built} >= {sentence.split(", by ")[1] for sentence in decision.sharing}
+    assert ("split" in {plan.variant for plan in backend.built}) == any("CTAs" in said for said in decision.sharing)
