@@ -386,7 +386,7 @@ def decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) 
     backward = None
     if needs_grad(q, k, v):
         backward = dispatch.choose(backward_of(problem, options.return_lse), options.backend)
-    sharing = () if is_empty(q, k) else _sharing(decision, options.backend, *q.shape[:2], k.shape[1])
+    sharing = () if is_empty(q, k) else _sharing(decision, options.backend, q.shape[0], q.shape[1], k.shape[1])
     return replace(decision, copies=scale_copy(options.scale) + decision.copies, sharing=sharing, backward=backward)
 
 
