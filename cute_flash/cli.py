@@ -21,7 +21,7 @@ from .spec.backend import Backend
 from .spec.device import Device
 from .spec.errors import UnsupportedError
 from .spec.plan import Plan
-from .spec.problem import BACKWARD, FORWARD, Problem
+from .spec.problem import BACKWARD, FORWARD, SHORT_KEYS, Problem
 
 DTYPES = tuple(request.dtype_name(dtype) for dtype in request.DTYPES)
 SWITCH = {"no": (False,), "yes": (True,), "both": (False, True)}
@@ -145,6 +145,14 @@ def doctor(arguments: argparse.Namespace) -> int:
 # -------------------------------------------------------------------------------------------------------- explain
 
 
+def _short(decision: dispatch.Decision, backend: str | None) -> list[str]:
+    """What a forward over few keys runs, where it is another plan: a call is described without its lengths here."""
+    if decision.problem.direction != FORWARD:
+        return []
+    plan = dispatch.choose(replace(decision.problem, short=True), backend).plan
+    return [f"  up to {SHORT_KEYS} keys: {plan}"] if plan != decision.plan else []
+
+
 def explain(arguments: argparse.Namespace) -> int:
     """The dispatcher's walk for a described call, on this machine's device or an imagined one."""
     device = device_facts.imagined(arguments.capability, "simulated") if arguments.capability else _devices()[0]
@@ -153,7 +161,8 @@ def explain(arguments: argparse.Namespace) -> int:
     for direction in DIRECTIONS[arguments.direction]:
         problem = _problem(device, arguments.dtype, arguments.head_dim, direction, options)
         try:
-            said.append(str(dispatch.choose(problem, arguments.backend)))
+            decision = dispatch.choose(problem, arguments.backend)
+            said.append("\n".join([str(decision), *_short(decision, arguments.backend)]))
         except UnsupportedError as refusal:
             said.append(str(refusal))
             failed = 1

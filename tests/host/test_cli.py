@@ -52,6 +52,15 @@ def test_explain_takes_a_window_and_a_softcap(capsys):
     assert "None (not -1) means unbounded" in capsys.readouterr().err
 
 
+def test_explain_names_the_plan_of_short_sequences_where_there_is_one(capsys):
+    command = ["explain", "--capability", "9.0", "--direction", "forward", "--head-dim"]
+    assert cli.main([*command, "64"]) == 0
+    ordinary, short = (line for line in capsys.readouterr().out.splitlines() if "sm90 forward sm_90a" in line)
+    assert short.startswith("  up to 1024 keys: sm90 forward ") and short.split(": ")[1] != ordinary.split(": ")[1]
+    assert cli.main([*command, "128"]) == 0
+    assert "up to 1024 keys" not in capsys.readouterr().out
+
+
 def test_explain_fails_aloud(capsys):
     assert cli.main(["explain", "--capability", "8.0", "--backend", "sm90"]) == 1
     assert "'sm90' was asked for" in capsys.readouterr().out
