@@ -99,7 +99,7 @@ def attention(
         and (deterministic is False or deterministic is True)  # 1.0 has True's hash, and is refused
     ):  # fmt: skip
         try:
-            numbers = (scale or call.scale,) + bounds  # noqa: RUF005  unpacking takes three times as long
+            numbers = (scale or call.scale,) + bounds  # noqa: RUF005  half of unpacking's time
             if grad:
                 return _apply(q, k, v, (call, numbers, batch, seqlen_q, seqlen_k))
             out, lse = call.forward(q, k, v, numbers, batch, seqlen_q, seqlen_k)

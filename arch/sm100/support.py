@@ -3,7 +3,7 @@
 from cute_flash.spec.device import Device
 from cute_flash.spec.problem import BACKWARD, Problem
 
-from ..common.support import refuse_forward
+from ..common.support import refuse_call
 
 CAPABILITIES = ((10, 0), (10, 3))
 FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
@@ -22,4 +22,4 @@ def refuse(problem: Problem) -> tuple[str, ...]:
         return (f"runs on compute capability 10.0 and 10.3 (tcgen05 and tensor memory), this GPU has {major}.{minor}",)
     if problem.direction == BACKWARD:
         return ("not built yet: the Blackwell backward kernel does not exist",)
-    return refuse_forward(problem, FEATURES)
+    return refuse_call(problem, FEATURES)

@@ -3,7 +3,7 @@
 from cute_flash.spec.device import Device
 from cute_flash.spec.problem import BACKWARD, Problem
 
-from ..common.support import refuse_forward
+from ..common.support import refuse_call
 
 CAPABILITY = (9, 0)
 FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
@@ -22,4 +22,4 @@ def refuse(problem: Problem) -> tuple[str, ...]:
         return (f"runs on compute capability 9.0 (wgmma), this GPU has {major}.{minor}",)
     if problem.direction == BACKWARD:
         return ("not built yet: the Hopper backward kernel does not exist",)
-    return refuse_forward(problem, FEATURES)
+    return refuse_call(problem, FEATURES)

@@ -36,21 +36,22 @@ FORWARD = {
     (256, 256, "causal"): Tile(128, 80, stages=2),
 }
 
-# The same where there are at most problem.SHORT_KEYS keys: a tile is only a few steps long there, and the wait for its
-# first scores and its last outputs counts; more CTAs, or more warpgroups in one, fill it.
+# The same where there are at most problem.SHORT_KEYS keys (perf/results/hopper_tiles.csv): a tile is only a few steps
+# long there, and the wait for its first scores and its last outputs counts; more CTAs, or more warpgroups, fill it.
 SHORT = {
     # S=1024: 412, against 376 for 192x128 (S=16384: 513 against 553)
     (64, 64, "full"): Tile(256, 64, stages=2),
-    # S=512: 225, against 194 for 192x128, S=1024: 297 against 268 and 270 for 256x64 (S=4096: 391 against 452)
+    # S=512: 225, against 194 for 192x128, S=1024: 297 against 268 (S=4096: 391 against 452); in another process 256x64
+    # had 270 against 247 there
     (64, 64, "causal"): Tile(128, 128, stages=2),
     # S=512: 264, against 232 for 192x96; S=1024: 377 against 322 and 296 for 192x112
     (96, 96, "causal"): Tile(128, 128, stages=2),
 }
 
-# Where a warp votes whether O needs rescaling at all. Same machine and day, S=512 1024 4096 16384, in percent:
+# Where a warp votes whether O needs rescaling at all. perf/results/hopper_tiles.csv, S=512 1024 4096 16384, in percent:
 # d=64 -1.8 -1.0 +1.0 +2.2; d=96 +0.8 -0.2 +0.9 +2.9; d=256 +0.8 +0.6 +1.8 +3.6; d=256 causal -1.4 -0.7 +1.1 +2.3.
 # It loses elsewhere: d=128 -1.7 -0.7 -0.1 +1.5, causal -1.7 -2.3 -3.8 -1.5; d=64 causal 0 +0.7 +1.3 +3.5 but -0.7 to
-# +0.4 in two other runs.
+# +0.9 in two other runs.
 SKIPS_RESCALE = {(64, 64, "full"), (96, 96, "full"), (256, 256, "full"), (256, 256, "causal")}
 
 EVERY_LENGTH = 2**31 - 1

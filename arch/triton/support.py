@@ -3,10 +3,11 @@
 from cute_flash.spec.device import Device
 from cute_flash.spec.problem import Problem
 
+from ..common.support import refuse_call
+
 CAPABILITY_MIN = (8, 0)
 CAPABILITIES_WITH_OWN_BACKEND = ((9, 0), (10, 0), (10, 3))  # sm90 and sm100 are made for these
 DTYPES = ("bfloat16", "float16", "float32")
-HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
 FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
 
 
@@ -24,11 +25,4 @@ def refuse(problem: Problem) -> tuple[str, ...]:
     if capability < CAPABILITY_MIN:
         major, minor = capability
         return (f"runs on compute capability 8.0 and above, this GPU has {major}.{minor}",)
-    reasons = []
-    if problem.dtype not in DTYPES:
-        reasons.append(f"dtype {problem.dtype} is not one of {', '.join(DTYPES)}")
-    for name, value in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if not HEAD_DIM_MIN <= value <= HEAD_DIM_MAX:
-            reasons.append(f"{name}={value} is outside {HEAD_DIM_MIN}..{HEAD_DIM_MAX}")
-    reasons += [f"{name}= is not built yet" for name in sorted(problem.features - FEATURES)]
-    return tuple(reasons)
+    return refuse_call(problem, FEATURES, DTYPES)

@@ -45,7 +45,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bound: Bound) -> Any:
         call, numbers, batch, seqlen_q, seqlen_k = ctx.bound = bound
         out, lse = call.forward(q, k, v, numbers, batch, seqlen_q, seqlen_k)
-        ctx.to_save = (q, k, v, out, lse)  # all that save_for_backward does
+        ctx.save_for_backward(q, k, v, out, lse)
         if not call.return_lse:
             return out
         ctx.set_materialize_grads(False)

@@ -128,10 +128,11 @@ class Splitter:
         """operands: (q, k, v, out, lse, *numbers), rows as the backend wants them or not."""
         if self.kernel is None:
             self.kernel = self._compile()
-        batch, seqlen_q, heads_q, _ = operands[0].shape
+        q = operands[0]
+        batch, seqlen_q, heads_q, _ = q.shape
         rows = (splits, batch, heads_q, seqlen_q)
-        o_partial = torch.empty((*rows, self.decision.plan.head_dim_v), dtype=torch.float32, device=self.device)
-        state_partial = torch.empty((*rows, 2), dtype=torch.float32, device=self.device)
+        o_partial = q.new_empty(*rows, self.decision.plan.head_dim_v, dtype=torch.float32)
+        state_partial = q.new_empty(*rows, 2, dtype=torch.float32)
         self.kernel(*operands, o_partial, state_partial)
 
     def _compile(self) -> Kernel:
@@ -146,6 +147,7 @@ class Splitter:
 
 def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[..., None]:
     """(batch, seqlen_q, seqlen_k, operands) -> nothing; operands are (q, k, v, out, lse, *numbers)."""
+    launch = _aligning(kernel, ("q", "k", "v"), alignment)
     few, rule = splitter.query_tiles_max, splitter.rule
     few_keys = splitter.few_keys
     checks = splitter.decision.backend.exports  # TVM-FFI functions compare dtypes and devices themselves
@@ -158,12 +160,7 @@ def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[...
             if splits > 1:
                 splitter.launch(splits, operands)
                 return
-        try:
-            kernel(*operands)
-        except ValueError as objection:
-            if not alignment:
-                raise
-            _relaunch(objection, kernel, ("q", "k", "v"), alignment, operands)
+        launch(*operands)
 
     return run
 
@@ -268,7 +265,7 @@ def bind_forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, batch: int, seqlen_q: int, seqlen_k: int
     ) -> Outputs:
         out, lse = outputs = allocate(q, batch, seqlen_q)
-        operands = (q, k, v, out, lse) + numbers  # noqa: RUF005  unpacking takes three times as long
+        operands = (q, k, v, out, lse) + numbers  # noqa: RUF005  half of unpacking's time
         if at_once and seqlen_q > 1 and (seqlen_k <= few_keys or batch > few):
             try:
                 kernel(*operands)
