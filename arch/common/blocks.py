@@ -58,3 +58,41 @@ def part_of(tiles: KeyTiles, split: Int32, splits: Int32) -> KeyTiles:
     first = cutlass.min(split * run, tiles.last)
     last = cutlass.min(first + run, tiles.last)
     return KeyTiles(first, last, cutlass.min(cutlass.max(tiles.unmasked, first), last))
+
+
+class RowTiles(NamedTuple):
+    """Which query tiles a key tile visits, from the first to the last."""
+
+    first: Int32  # tiles visited: [first, last)
+    last: Int32
+    whole_first: Int32  # tiles in [whole_first, whole_last) need no mask
+    whole_last: Int32
+
+    @property
+    def count(self) -> Int32:
+        return self.last - self.first
+
+
+@cute.jit
+def row_tiles(
+    key_start: Int32, tile: cutlass.Constexpr, seqlens: tuple, bounds: tuple, mask: cutlass.Constexpr
+) -> RowTiles:
+    """For keys [key_start, key_start + tile.tile_n); `bounds`: (left, right) of a window. Rows past seqlen_q need no
+    mask: the backward gives them no weight."""
+    seqlen_q, seqlen_k = seqlens
+    left, right = bounds
+    tile_m = tile.tile_m
+    first_diagonal = key_start - (seqlen_k - seqlen_q)  # the row whose diagonal is the tile's first key
+    last_diagonal = cutlass.min(key_start + tile.tile_n, seqlen_k) - 1 - (seqlen_k - seqlen_q)
+    first, last = Int32(0), (seqlen_q + tile_m - 1) // tile_m
+    whole_first, whole_last = Int32(0), last
+    if cutlass.const_expr(mask.right):
+        reach = Int32(0) if cutlass.const_expr(mask.causal) else right
+        first = cutlass.min(cutlass.max(0, first_diagonal - reach) // tile_m, last)
+        whole_first = (cutlass.max(0, last_diagonal - reach) + tile_m - 1) // tile_m
+    if cutlass.const_expr(mask.left):
+        last = cutlass.max(first, cutlass.min(last, (cutlass.max(-1, last_diagonal + left) + tile_m) // tile_m))
+        whole_last = cutlass.max(0, first_diagonal + left + 1) // tile_m
+    if key_start + tile.tile_n > seqlen_k:
+        whole_last = Int32(0)  # keys past the end are in every tile
+    return RowTiles(first, last, whole_first, whole_last)

@@ -58,3 +58,35 @@ def compile_forward(kernel: Callable[..., Any], plan: Plan, split: bool, options
             make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --gpu-arch {plan.arch} {options}",
         )
+
+
+def compile_backward(kernel: Callable[..., Any], plan: Plan, options: str = ""):
+    """kernel(dout, q, k, v, out, lse, dlse, dq, dk, dv, scale[, left, right, softcap], scratch, stream), compiled to a
+    TVM-FFI function."""
+    dtype = DTYPES[plan.dtype]
+    batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
+    head_dim, head_dim_v = cute.sym_int(), cute.sym_int()
+
+    def of(seqlen, heads, width):
+        return _rows(dtype, (batch, seqlen, heads, width))
+
+    def per_row():
+        strides = (cute.sym_int64(), cute.sym_int64(), 1)
+        return make_fake_tensor(cutlass.Float32, (batch, heads_q, seqlen_q), strides, assumed_align=4)
+
+    q, k, v = (seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv, head_dim), (seqlen_k, heads_kv, head_dim_v)
+    out = (seqlen_q, heads_q, head_dim_v)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This static loop has")  # see compile_forward
+        return cute.compile(
+            kernel,
+            *(of(*sizes) for sizes in (out, q, k, v, out)),
+            per_row(),
+            per_row() if plan.lse_grad else None,
+            *(of(*sizes) for sizes in (q, k, v)),
+            cutlass.Float32(1.0),
+            *(() if plan.plain else (cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(0.0))),
+            make_fake_tensor(cutlass.Float32, (cute.sym_int64(),), (1,), assumed_align=16),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+            options=f"--enable-tvm-ffi --gpu-arch {plan.arch} {options}",
+        )

@@ -3,6 +3,7 @@
 from cute_flash.spec.plan import Plan
 
 from ..common import operands
+from .backward import BackwardSm90, BoundedBackwardSm90
 from .forward import BoundedForwardSm90, ForwardSm90, SplitForwardSm90
 from .tiles import SPLIT
 
@@ -11,3 +12,8 @@ def compile_forward(plan: Plan, options: str = ""):
     split = plan.variant == SPLIT
     kernel = SplitForwardSm90 if split else ForwardSm90 if plan.plain else BoundedForwardSm90
     return operands.compile_forward(kernel(plan, operands.DTYPES[plan.dtype]), plan, split, options)
+
+
+def compile_backward(plan: Plan, options: str = ""):
+    kernel = BackwardSm90 if plan.plain else BoundedBackwardSm90
+    return operands.compile_backward(kernel(plan, operands.DTYPES[plan.dtype]), plan, options)

@@ -32,7 +32,7 @@ class OutputShape:
     apart: bool  # from Q
 
 
-def _registers_to_smem(o: cute.Tensor, room: cute.Tensor, thread: Int32, width_v: int, dtype: type):
+def registers_to_smem(o: cute.Tensor, room: cute.Tensor, thread: Int32, width_v: int, dtype: type):
     one_warpgroup = hopper.make_trivial_tiled_mma(
         dtype, dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1), (ROWS_PER_WARPGROUP, width_v),
         warpgroup.OperandSource.RMEM,
@@ -57,7 +57,7 @@ def store_output(o: cute.Tensor, out: OutputRoom, work: WorkTile, thread: Int32,
         cute.arch.barrier(barrier_id=O_STORED + group, number_of_threads=WARPGROUP)
     else:
         cute.arch.barrier(barrier_id=Q_DEAD, number_of_threads=shape.mma_threads)
-    _registers_to_smem(o, room, thread, shape.width_v, out.smem.element_type)
+    registers_to_smem(o, room, thread, shape.width_v, out.smem.element_type)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=O_STORED + group, number_of_threads=WARPGROUP)
     if storing:

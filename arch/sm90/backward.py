@@ -1,0 +1,378 @@
+"""Backward on Hopper: a CTA owns a tile of keys, walks the query tiles that see it, and keeps dK and dV in registers.
+
+FlashAttention-2 (arXiv 2307.08691), algorithm 2, with FlashAttention-3's (arXiv 2407.08608) division of labour: a warp
+feeds Q and dO by TMA, MMA warpgroups recompute P, and another warp adds each tile of dQ to global memory. The query
+heads of a group are walked by one CTA, so dK and dV need no addition in memory.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipelines
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cute_flash.spec.plan import Plan
+
+from ..common import convert, delta
+from ..common.blocks import RowTiles, row_tiles
+from ..common.numeric import LOG2_E
+from ..common.order import head_by_head, longest_first
+from .grad.epilogue import GradientRoom, add_dq, hand_over_dq, store_rows
+from .grad.load import Feed, TmaSource, fetch, fetch_queries, tile_copy
+from .grad.mask import mask_transposed
+from .grad.memory import BackwardLayouts, backward_layouts, backward_storage, transposed
+from .grad.mma import Accumulators, BackwardMmas, Operands, as_operand, issue, make_accumulators, make_operands
+from .grad.pipeline import DQ_EMPTY, DQ_THREADS, DS_STORED, OPERANDS_DEAD, BackwardPipelines, backward_states, open_backward
+from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, backward_schedule
+from .grad.weights import capped_probabilities, probabilities, score_gradients
+from .pipeline import wait_full
+from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
+
+
+class Sources(NamedTuple):
+    """What the kernel reads and writes through TMA; modes (seqlen, width, heads, batch)."""
+
+    q: TmaSource
+    k: TmaSource
+    v: TmaSource
+    do: TmaSource
+    dk: TmaSource
+    dv: TmaSource
+
+
+class Sizes(NamedTuple):
+    batch: Int32
+    heads_q: Int32
+    heads_kv: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+    left: Int32 | None = None  # of a window
+    right: Int32 | None = None
+
+
+class Unit(NamedTuple):
+    """What a CTA works on: a tile of keys and the query tiles of its group that see it."""
+
+    key_block: Int32
+    head_kv: Int32
+    batch: Int32
+    head_first: Int32  # of the group's query heads
+    group: Int32
+    tiles: RowTiles
+
+
+class MmaContext(NamedTuple):
+    """Everything an MMA warpgroup needs in its loop; read-only."""
+
+    pipes: BackwardPipelines
+    ops: Operands
+    acc: Accumulators
+    s_rows: cute.Tensor  # (2 * tile_m, stages)
+    s_ds: cute.Tensor  # (tile_m, tile_n, slots)
+    s_dq: cute.Tensor  # (elements, warpgroups)
+    factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
+    thread: Int32  # among the MMA threads
+    key_start: Int32
+    seqlens: tuple
+    bounds: tuple  # (left, right) of a window
+
+
+class BackwardSm90:
+    """One Plan's kernel. Everything read here comes from the Plan."""
+
+    def __init__(self, plan: Plan, dtype: type):
+        self.tile = plan.tile
+        self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
+        self.mask, self.softcap = plan.mask, plan.softcap
+        self.dtype = dtype
+        self.schedule = backward_schedule(plan.tile.tile_n)
+        self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        do: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
+        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
+        k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
+        v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v)
+        o: cute.Tensor,  # as do
+        lse: cute.Tensor,  # (batch, heads_q, seqlen_q)
+        dlse: cute.Tensor | None,
+        dq: cute.Tensor,  # as q
+        dk: cute.Tensor,  # as k
+        dv: cute.Tensor,  # as v
+        scale: Float32,
+        memory: cute.Tensor,  # scratch, float32
+        stream,
+    ):
+        self.launch((q, k, v, do, dk, dv), (o, lse, dlse, dq), (scale, None, None, None), memory, stream)
+
+    @cute.jit
+    def launch(self, moved: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
+        """Three kernels. `moved`: through TMA; `numbers`: (scale, left, right, softcap), the last three None in a plain
+        Plan."""
+        q, k, v, do, dk, dv = moved
+        o, lse, dlse, dq = others
+        scale, left, right, softcap = numbers
+        tile, layouts = self.tile, backward_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+
+        def source(op, tensor, layout, rows, width):
+            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+            box = cute.slice_(layout, (None, None, 0))
+            return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (rows, width)))
+
+        sources = Sources(
+            q=source(load, q, layouts.q, tile.tile_m, self.width_qk),
+            k=source(load, k, layouts.k, tile.tile_n, self.width_qk),
+            v=source(load, v, layouts.v, tile.tile_n, self.width_v),
+            do=source(load, do, layouts.do, tile.tile_m, self.width_v),
+            dk=source(store, dk, layouts.dk, ROWS_PER_WARPGROUP, self.width_qk),
+            dv=source(store, dv, layouts.dv, ROWS_PER_WARPGROUP, self.width_v),
+        )
+        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
+        row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
+        scratch = delta.scratch_of(memory, (row_blocks, sizes.heads_q, sizes.batch), tile.tile_m, self.width_qk)
+        by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
+        delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v).launch(
+            grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
+        )
+        factors = (scale * LOG2_E, None)
+        if cutlass.const_expr(self.softcap):
+            factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
+        key_blocks = cute.ceil_div(sizes.seqlen_k, tile.tile_n)
+        self.kernel(sources, scratch, scale, factors, sizes, layouts).launch(
+            grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1), block=(self.schedule.threads, 1, 1), stream=stream
+        )
+        shape = (tile.tile_m, self.width_qk, self.mmas.dq_columns)
+        convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
+            grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream
+        )
+
+    @cute.jit
+    def _unit(self, sizes: Sizes) -> Unit:
+        index, _, _ = cute.arch.block_idx()
+        tile, blocks = self.tile, cute.ceil_div(sizes.seqlen_k, self.tile.tile_n)
+        group = sizes.heads_q // sizes.heads_kv
+        if cutlass.const_expr(self.mask.causal and not self.mask.left):
+            # most query tiles see the first keys: those start first, within a section of heads whose Q, dO and dQ fit L2
+            rows = cutlass.min(sizes.seqlen_q, 1 << 17)  # beyond any L2, and the product stays within 32 bits
+            row_bytes = rows * (self.width_qk * 6 + self.width_v * 2)
+            work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, row_bytes, Int32(1))
+            key_block = blocks - 1 - work.m_block
+        else:
+            work = head_by_head(index, blocks, sizes.heads_kv)
+            key_block = work.m_block
+        seqlens, bounds = (sizes.seqlen_q, sizes.seqlen_k), (sizes.left, sizes.right)
+        tiles = row_tiles(key_block * tile.tile_n, tile, seqlens, bounds, self.mask)
+        return Unit(key_block, work.head, work.batch, work.head * group, group, tiles)
+
+    @cute.kernel
+    def kernel(
+        self,
+        sources: Sources,
+        scratch: delta.Scratch,
+        scale: Float32,
+        factors: tuple,
+        sizes: Sizes,
+        layouts: BackwardLayouts,
+    ):
+        tile, schedule = self.tile, self.schedule
+        storage = SmemAllocator().allocate(backward_storage(layouts, tile, self.width_qk, self.dtype))
+
+        def room(part, layout):
+            return part.get_tensor(layout.outer, swizzle=layout.inner)
+
+        s_k, s_v = room(storage.k, layouts.k), room(storage.v, layouts.v)
+        s_q, s_do, s_ds = room(storage.q, layouts.q), room(storage.do, layouts.do), room(storage.ds, layouts.ds)
+        s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
+        parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, schedule.mma_warpgroups)
+        s_dq = storage.dq.get_tensor(cute.make_layout(parts))
+        pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
+
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        unit = self._unit(sizes)
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(schedule.load_registers)
+            if warp_index == LOAD_WARP:
+                boxes = (tile.tile_m, self.width_qk), (tile.tile_m, self.width_v)
+                feed = Feed(
+                    k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_qk), unit.batch),
+                    v=tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), unit.batch),
+                    q=tile_copy(sources.q, s_q, boxes[0], unit.batch),
+                    do=tile_copy(sources.do, s_do, boxes[1], unit.batch),
+                    row_values=scratch.rows[None, None, None, unit.batch],
+                    s_rows=s_rows,
+                )
+                self.load_role(pipes, feed, unit)
+            elif warp_index < FIRST_ADD_WARP + schedule.mma_warpgroups:
+                self.add_role(s_dq, scratch.dq[None, None, None, unit.batch], unit, warp_index - FIRST_ADD_WARP)
+        else:
+            cute.arch.setmaxregister_increase(schedule.mma_registers)
+            context = MmaContext(
+                pipes=pipes,
+                ops=make_operands(self.mmas, (s_k, s_v, s_q, s_do, s_ds), warp_index // 4 - 1),
+                acc=make_accumulators(self.mmas),
+                s_rows=s_rows,
+                s_ds=s_ds,
+                s_dq=s_dq,
+                factors=factors,
+                thread=thread - WARPGROUP,
+                key_start=unit.key_block * tile.tile_n,
+                seqlens=(sizes.seqlen_q, sizes.seqlen_k),
+                bounds=(sizes.left, sizes.right),
+            )
+            self.mma_role(context, unit)
+            rooms = (
+                GradientRoom(room(storage.k, layouts.dk), sources.dk),
+                GradientRoom(room(storage.v, layouts.dv), sources.dv),
+            )
+            self.leave(context.acc, rooms, unit, thread - WARPGROUP, scale)
+
+    @cute.jit
+    def load_role(self, pipes: BackwardPipelines, feed: Feed, unit: Unit):
+        k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Producer, self.tile.stages)
+        tiles = unit.tiles
+        if tiles.count > 0:
+            fetch(pipes.k, k_state, feed.k, unit.key_block, unit.head_kv)
+            for member in cutlass.range(unit.group, unroll=1):
+                for step in cutlass.range(tiles.count, unroll=1):
+                    head, at = unit.head_first + member, tiles.first + step
+                    fetch_queries(pipes, q_state, feed, at, head)
+                    q_state.advance()
+                    if member + step == 0:
+                        fetch(pipes.v, v_state, feed.v, unit.key_block, unit.head_kv)
+                    fetch(pipes.do, do_state, feed.do, at, head)
+                    do_state.advance()
+
+    @cute.jit
+    def add_role(self, s_dq: cute.Tensor, sums: cute.Tensor, unit: Unit, group: Int32):
+        """sums: (tile_m * width_qk, query tiles, heads_q) of a batch entry."""
+        tiles = unit.tiles
+        if tiles.count > 0:
+            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
+        for member in cutlass.range(unit.group, unroll=1):
+            for step in cutlass.range(tiles.count, unroll=1):
+                whole = sums[None, tiles.first + step, unit.head_first + member]
+                parts = cute.make_tensor(whole.iterator, s_dq.layout)
+                more = (member + 1 < unit.group) | (step + 1 < tiles.count)
+                add_dq(s_dq, parts, group, more)
+
+    @cute.jit
+    def mma_role(self, context: MmaContext, unit: Unit):
+        pipes, ops, acc = context.pipes, context.ops, context.acc
+        k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        acc.dk.fill(0.0)
+        acc.dv.fill(0.0)
+        tiles, steps = unit.tiles, unit.tiles.count * unit.group
+        if steps > 0:
+            wait_full(pipes.k, k_state)
+            wait_full(pipes.q, q_state)
+            self.issue_scores(ops, acc, q_state.index)
+            warpgroup.wait_group(0)
+            wait_full(pipes.v, v_state)
+            at = tiles.first
+            for step in cutlass.range(steps, unroll=1):
+                masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
+                self.step(context, q_state, do_state, (at, step % 2, masked, step + 1 < steps))
+                q_state.advance()
+                do_state.advance()
+                at += 1
+                if at == tiles.last:
+                    at = tiles.first
+
+    def issue_scores(self, ops: Operands, acc: Accumulators, slot: Int32):
+        issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], ops.q[None, None, None, slot], False)
+
+    @cute.jit
+    def step(self, context: MmaContext, q_state, do_state, turn: tuple):
+        """One query tile, whose scores are there already. `turn`: (tile, slot of dS, is it masked, is there another).
+
+        P is formed under dP, dS under dV; dQ, dK and the scores of the next tile then run together while dQ leaves.
+        """
+        pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
+        at, ds_slot, masked, more = turn
+        wait_full(pipes.do, do_state)
+        do_columns = ops.do_columns[None, None, None, do_state.index]
+        issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], ops.do[None, None, None, do_state.index], False)
+        if masked:
+            place = (at * self.tile.tile_m, context.key_start)
+            mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
+        rows = cute.local_tile(context.s_rows[None, q_state.index], (self.tile.tile_m,), (None,))  # (tile_m, 2)
+        if cutlass.const_expr(self.softcap):
+            capped_probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors, self.dtype)
+        else:
+            probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.dtype)
+        issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
+        warpgroup.wait_group(1)
+        score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.dtype)
+        self.store_ds(acc, context.s_ds[None, None, ds_slot], thread)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
+        ds, k_columns = ops.ds[None, None, None, ds_slot], ops.k_columns[None, None, None, 0]
+        issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
+        q_columns = ops.q_columns[None, None, None, q_state.index]
+        issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
+        if more:
+            following = q_state.clone()
+            following.advance()
+            wait_full(pipes.q, following)
+            self.issue_scores(ops, acc, following.index)
+        else:
+            warpgroup.commit_group()  # an empty one, so that the waits below count the same
+        warpgroup.wait_group(2)
+        pipes.do.consumer_release(do_state)
+        hand_over_dq(acc.dq, context.s_dq, thread)
+        warpgroup.wait_group(0)
+        pipes.q.consumer_release(q_state)
+
+    def store_ds(self, acc: Accumulators, s_ds: cute.Tensor, thread: Int32):
+        """This warpgroup's keys of dS^T, by stmatrix. s_ds: (tile_m, tile_n)."""
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, self.mmas.scores()).get_slice(thread)
+        by_keys = cute.make_tensor(s_ds.iterator, cute.select(s_ds.layout, mode=[1, 0]))
+        rounded = cute.make_tensor(cute.recast_ptr(acc.ds_packed.iterator, dtype=self.dtype), acc.s.layout)
+        cute.copy(atom, copy.retile(rounded), copy.partition_D(by_keys))
+
+    @cute.jit
+    def leave(self, acc: Accumulators, rooms: tuple, unit: Unit, thread: Int32, scale: Float32):
+        """dV, then dK times the scale."""
+        dk_room, dv_room = rooms
+        cute.arch.barrier(barrier_id=OPERANDS_DEAD, number_of_threads=self.schedule.mma_threads)
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        place = (unit.key_block * self.schedule.mma_warpgroups + group, unit.head_kv, unit.batch)
+        store_rows(acc.dv, dv_room, place, thread, self.width_v)
+        acc.dk.store(acc.dk.load() * scale)
+        store_rows(acc.dk, dk_room, place, thread, self.width_qk)
+        if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+class BoundedBackwardSm90(BackwardSm90):
+    """The same kernel for Plans that are not plain: a window's bounds and a softcap arrive beside the scale."""
+
+    @cute.jit
+    def __call__(
+        self,
+        do: cute.Tensor,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor | None,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        scale: Float32,
+        left: Int32,
+        right: Int32,
+        softcap: Float32,
+        memory: cute.Tensor,
+        stream,
+    ):
+        self.launch((q, k, v, do, dk, dv), (o, lse, dlse, dq), (scale, left, right, softcap), memory, stream)

@@ -1,0 +1,77 @@
+"""dK and dV leave: registers -> shared memory (stmatrix, in the rooms of K and V) -> TMA, each warpgroup its 64 keys.
+dQ leaves a tile at a time: registers -> shared memory -> added to global memory by a warp of its own."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from ..epilogue import registers_to_smem
+from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
+from .load import TmaSource
+from .memory import dq_chunks
+from .pipeline import DQ_EMPTY, DQ_FULL, DQ_THREADS, STORED
+
+
+class GradientRoom(NamedTuple):
+    smem: cute.Tensor  # (64, width, warpgroups)
+    tma: TmaSource  # (seqlen_k, head_dim, heads_kv, batch)
+
+
+@cute.jit
+def store_rows(acc: cute.Tensor, room: GradientRoom, place: tuple, thread: Int32, width: cutlass.Constexpr[int]):
+    """64 keys of dK or dV; `place`: (64-row block, head, batch). Rows and columns past the end are clipped by TMA. The
+    store is left in flight."""
+    block, head, batch = place
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    mine = room.smem[None, None, group]
+    registers_to_smem(acc, mine, thread, width, room.smem.element_type)
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=STORED + group, number_of_threads=WARPGROUP)
+    if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
+        rows = cute.local_tile(room.tma.tensor[None, None, head, batch], (ROWS_PER_WARPGROUP, width), (block, 0))
+        source, target = cpasync.tma_partition(
+            room.tma.atom, 0, cute.make_layout(1), cute.group_modes(mine, 0, 2), cute.group_modes(rows, 0, 2)
+        )
+        cute.copy(room.tma.atom, source, target)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def hand_over_dq(dq: cute.Tensor, parts: cute.Tensor, thread: Int32):
+    """A warpgroup's accumulators into its part of shared memory, once that has been read. parts: (elements, warpgroups)."""
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    cute.arch.barrier(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
+    registers = cute.size(dq)
+    part = cute.make_tensor(parts[None, group].iterator.align(16), dq_chunks(registers))
+    mine = part[None, None, thread % WARPGROUP]  # (4, registers / 4)
+    values = cute.make_tensor(dq.iterator, cute.make_layout((4, registers // 4)))
+    for chunk in cutlass.range_constexpr(registers // 4):
+        cute.autovec_copy(values[None, chunk], mine[None, chunk])
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier_arrive(barrier_id=DQ_FULL + group, number_of_threads=DQ_THREADS)
+
+
+@cute.jit
+def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, more: bool):
+    """One warp: waits for a part of dQ, adds it to global memory and, if `more` follow, gives the room back.
+
+    parts: (elements, warpgroups) in shared memory, sums: the same tile in global memory.
+    """
+    cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=DQ_THREADS)
+    size = cute.size(parts, mode=[0])
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[
+                sums[None, group].iterator.toint(),
+                parts[None, group].iterator.toint(),
+                Int32(size * Float32.width // 8),
+            ],
+        )
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    if more:
+        cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)

@@ -1,0 +1,63 @@
+"""The load role: one warp moves K and V once, then Q with its row values and dO, a query tile at a time, through TMA."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipelines
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from .pipeline import BackwardPipelines
+
+
+class TmaSource(NamedTuple):
+    """A TMA atom and its tensor, modes (rows, columns, head, batch)."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class TileCopy(NamedTuple):
+    atom: cute.CopyAtom
+    source: cute.Tensor  # (box, row tiles, heads)
+    target: cute.Tensor  # (box, slots)
+
+
+class Feed(NamedTuple):
+    """What one CTA reads, and where to."""
+
+    k: TileCopy
+    v: TileCopy
+    q: TileCopy
+    do: TileCopy
+    row_values: cute.Tensor  # (2 * tile_m, query tiles, heads_q) float32 in global memory
+    s_rows: cute.Tensor  # (2 * tile_m, stages) float32
+
+
+def tile_copy(tma: TmaSource, smem: cute.Tensor, tile: tuple[int, int], batch: Int32) -> TileCopy:
+    """Tiles of every head of a batch entry, ready for TMA."""
+    tiles = cute.local_tile(tma.tensor[None, None, None, batch], tile, (None, 0, None))
+    target, source = cpasync.tma_partition(
+        tma.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+    return TileCopy(tma.atom, source, target)
+
+
+def fetch(pipe: pipelines.PipelineTmaAsync, state: pipelines.PipelineState, copy: TileCopy, tile: Int32, head: Int32):
+    pipe.producer_acquire(state)
+    cute.copy(
+        copy.atom,
+        copy.source[None, tile, head],
+        copy.target[None, state.index],
+        tma_bar_ptr=pipe.producer_get_barrier(state),
+    )
+
+
+def fetch_queries(pipes: BackwardPipelines, state: pipelines.PipelineState, feed: Feed, tile: Int32, head: Int32):
+    """Q and its row values fill one slot together. Runs in one converged warp."""
+    fetch(pipes.q, state, feed.q, tile, head)
+    atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), cutlass.Float32)
+    source, target = feed.row_values[None, tile, head], feed.s_rows[None, state.index]
+    with cute.arch.elect_one():
+        cute.copy(atom, source, target, mbar_ptr=pipes.q.producer_get_barrier(state))

@@ -1,0 +1,91 @@
+"""WHERE: the shared memory of a backward CTA, and the scratch in global memory.
+
+sK      (tile_n, width_qk)             later dK, (64, width_qk, warpgroups)
+sV      (tile_n, width_v)              later dV, (64, width_v, warpgroups)
+sQ      (tile_m, width_qk, stages)     ring
+sdO     (tile_m, width_v, stages)      ring
+sRows   (tile_m, 2, stages)            float32: LSE in base 2 and delta of the rows of sQ, a ring with it
+sdS     (tile_m, tile_n, DS_SLOTS)     queries contiguous, as the wgmma that makes dS^T leaves them
+sdQ     (64 * columns, warpgroups)     float32, in the order of the registers: see dq_chunks
+
+Every operand lies once and is read both ways: K is the A operand (keys x width) of S^T = K Q^T, and the B operand
+(width x keys) of dQ = dS K; likewise Q and dO.
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int64
+from cutlass.utils import LayoutEnum
+
+from cute_flash.spec.plan import Tile
+
+from ..memory import SWIZZLE_ALIGN
+from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
+
+DS_SLOTS = 2  # a warpgroup may store its next dS while another still multiplies the last one
+
+
+class BackwardLayouts(NamedTuple):
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+    q: cute.ComposedLayout
+    do: cute.ComposedLayout
+    ds: cute.ComposedLayout
+    dk: cute.ComposedLayout
+    dv: cute.ComposedLayout
+
+
+def backward_layouts(tile: Tile, width_qk: int, width_v: int, dtype: type) -> BackwardLayouts:
+    keys_queries = (tile.tile_n, tile.tile_m)
+    warpgroups = tile.tile_n // ROWS_PER_WARPGROUP
+    rows, columns = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+    return BackwardLayouts(
+        k=hopper.make_smem_layout_a(rows, (*keys_queries, width_qk), dtype, 1),
+        v=hopper.make_smem_layout_a(rows, (*keys_queries, width_v), dtype, 1),
+        q=hopper.make_smem_layout_b(rows, (*keys_queries, width_qk), dtype, tile.stages),
+        do=hopper.make_smem_layout_b(rows, (*keys_queries, width_v), dtype, tile.stages),
+        ds=hopper.make_smem_layout_a(columns, (tile.tile_m, width_qk, tile.tile_n), dtype, DS_SLOTS),
+        dk=hopper.make_smem_layout_epi(dtype, rows, (ROWS_PER_WARPGROUP, width_qk), warpgroups),
+        dv=hopper.make_smem_layout_epi(dtype, rows, (ROWS_PER_WARPGROUP, width_v), warpgroups),
+    )
+
+
+def backward_storage(layouts: BackwardLayouts, tile: Tile, width_qk: int, dtype: type) -> type:
+    def room(*several: cute.ComposedLayout):
+        elements = max(cute.cosize(layout) for layout in several)
+        return cute.struct.Align[cute.struct.MemRange[dtype, elements], SWIZZLE_ALIGN]
+
+    def floats(count: int):
+        return cute.struct.Align[cute.struct.MemRange[Float32, count], SWIZZLE_ALIGN]
+
+    @cute.struct
+    class Storage:
+        k_barriers: cute.struct.MemRange[Int64, 2]
+        v_barriers: cute.struct.MemRange[Int64, 2]
+        q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
+        do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
+        k: room(layouts.k, layouts.dk)
+        v: room(layouts.v, layouts.dv)
+        q: room(layouts.q)
+        do: room(layouts.do)
+        ds: room(layouts.ds)
+        dq: floats(tile.tile_m * width_qk)
+        rows: floats(2 * tile.tile_m * tile.stages)
+
+    return Storage
+
+
+def transposed(smem: cute.Tensor) -> cute.Tensor:
+    """(rows, columns, slots) seen as (columns, rows, slots): the same bytes, read along the other mode."""
+    return cute.make_tensor(smem.iterator, cute.select(smem.layout, mode=[1, 0, 2]))
+
+
+def dq_chunks(registers: int) -> cute.Layout:
+    """Where a warpgroup's float32 accumulators lie in its part of dQ: (register % 4, register / 4, thread) -> element.
+
+    Four registers of a thread are neighbours, then come the threads: every store is 16 bytes, with no bank conflict,
+    and the part is one piece of memory for the bulk addition. common/convert.py undoes it.
+    """
+    return cute.make_layout((4, registers // 4, WARPGROUP), stride=(1, 4 * WARPGROUP, 4))

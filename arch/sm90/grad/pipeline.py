@@ -1,0 +1,71 @@
+"""WHEN: who waits for whom.
+
+edge   slots   producer -> consumers                     full arrives     empty arrives
+K, V   1       load warp (TMA) -> MMA warps              1 + tx bytes     never: they stay
+Q      stages  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp; the row values travel along
+dO     stages  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
+
+named barrier        threads                        meaning
+DS_STORED            all MMA threads                dS of the tile is in shared memory, of all keys
+OPERANDS_DEAD        all MMA threads                every warpgroup has read K and V for the last time: their rooms are free
+STORED + w           128: warpgroup w               dK and dV of the warpgroup are in shared memory
+DQ_FULL + w          160: warpgroup w and its warp  the warpgroup's part of dQ is in shared memory
+DQ_EMPTY + w         160: the same                  that part has been read
+
+dS has two slots and one barrier: who stores dS of tile i + 2 has passed the barrier of tile i + 1, which every warpgroup
+enters after its dQ of tile i is done.
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+import cutlass.pipeline as pipelines
+from cutlass import Float32
+
+from cute_flash.spec.plan import Tile
+
+from ..schedule import WARPGROUP, Schedule
+from .memory import BackwardLayouts
+
+DS_STORED, OPERANDS_DEAD, STORED, DQ_FULL, DQ_EMPTY = 1, 2, 3, 6, 9  # ids; the last three take up to three each
+DQ_THREADS = WARPGROUP + 32
+
+
+class BackwardPipelines(NamedTuple):
+    k: pipelines.PipelineTmaAsync
+    v: pipelines.PipelineTmaAsync
+    q: pipelines.PipelineTmaAsync
+    do: pipelines.PipelineTmaAsync
+
+
+def _tma_pipeline(barriers: cute.Pointer, slots: int, slot_bytes: int, mma_warps: int) -> pipelines.PipelineTmaAsync:
+    return pipelines.PipelineTmaAsync.create(
+        barrier_storage=barriers,
+        num_stages=slots,
+        producer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread),
+        consumer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread, mma_warps),
+        tx_count=slot_bytes,
+        defer_sync=True,
+    )
+
+
+def open_backward(storage, layouts: BackwardLayouts, tile: Tile, dtype: type, schedule: Schedule) -> BackwardPipelines:
+    def slot_bytes(layout: cute.ComposedLayout) -> int:
+        return cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, 0)))
+
+    row_values = 2 * tile.tile_m * Float32.width // 8
+    warps = schedule.mma_warps
+    opened = BackwardPipelines(
+        k=_tma_pipeline(storage.k_barriers.data_ptr(), 1, slot_bytes(layouts.k), warps),
+        v=_tma_pipeline(storage.v_barriers.data_ptr(), 1, slot_bytes(layouts.v), warps),
+        q=_tma_pipeline(storage.q_barriers.data_ptr(), tile.stages, slot_bytes(layouts.q) + row_values, warps),
+        do=_tma_pipeline(storage.do_barriers.data_ptr(), tile.stages, slot_bytes(layouts.do), warps),
+    )
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    return opened
+
+
+def backward_states(role: pipelines.PipelineUserType, stages: int) -> tuple:
+    """Where a role stands in K, V and the rings of Q and dO."""
+    return tuple(pipelines.make_pipeline_state(role, slots) for slots in (1, 1, stages, stages))
