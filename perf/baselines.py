@@ -67,7 +67,7 @@ def _own_backend(point: Point, device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     major = torch.cuda.get_device_capability(device)[0]
-    return {(9, "fwd"): "sm90", (10, "fwd"): "sm100"}.get((major, point.direction))
+    return {(9, "fwd"): "sm90", (9, "bwd"): "sm90", (10, "fwd"): "sm100"}.get((major, point.direction))
 
 
 def ours(backend: str | None, deterministic: bool = False) -> Callable[[Point, torch.device], Attend]:

@@ -9,6 +9,7 @@ from typing import Any
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
 from cute_flash.spec.problem import Problem
+from cute_flash.spec.scratch import ScratchRule
 
 
 def nothing(*operands: Any) -> None:
@@ -51,6 +52,9 @@ class FakeBackend:
         )
 
     def split(self, plan: Plan) -> Plan | None:
+        return None
+
+    def scratch(self, plan: Plan) -> ScratchRule | None:
         return None
 
     def build(self, plan: Plan) -> Callable[..., Any]:

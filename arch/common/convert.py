@@ -1,14 +1,14 @@
 """After a backward: dQ leaves the order in which it was summed, is scaled and rounded.
 
 The sums of 64 rows lie as a warpgroup's wgmma accumulators: four registers of a thread together, then the 128 threads,
-then the next four. Registers 4 j to 4 j + 3 of lane l of warp w are row 16 w + l / 4, columns 8 j + 2 (l % 4) and the one
-after it, then the same columns of the row 8 below (PTX ISA, wgmma accumulator layout). So the four lanes of a row hold
-64 bytes that become 16 bytes of two rows: one thread of this kernel.
+then the next four. Registers 4 j to 4 j + 3 of lane l of warp w are row 16 w + l / 4, columns 8 j + 2 (l % 4) and the
+one after it, then the same columns of the row 8 below (PTX ISA, wgmma accumulator layout). So the four lanes of a row
+hold 64 bytes that become 16 bytes of two rows: one thread of this kernel.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from .numeric import pack_pair
 

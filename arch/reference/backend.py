@@ -9,6 +9,7 @@ from cute_flash.spec.device import Device
 from cute_flash.spec.mask import Bounds
 from cute_flash.spec.plan import Plan
 from cute_flash.spec.problem import BACKWARD, Problem
+from cute_flash.spec.scratch import ScratchRule
 
 from . import support
 
@@ -44,6 +45,9 @@ class ReferenceBackend:
         )
 
     def split(self, plan: Plan) -> Plan | None:
+        return None
+
+    def scratch(self, plan: Plan) -> ScratchRule | None:
         return None
 
     def build(self, plan: Plan) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
 from cute_flash.spec.problem import FORWARD, Problem
+from cute_flash.spec.scratch import ScratchRule
 
 from . import support, tiles
 
@@ -47,6 +48,9 @@ class Sm100Backend:
         if plan.direction != FORWARD or not plan.plain:
             return None
         return replace(plan, tile=tiles.split_tile(plan.head_dim, plan.head_dim_v), ctas=0, variant=tiles.SPLIT)
+
+    def scratch(self, plan: Plan) -> ScratchRule | None:
+        return None
 
     def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
         """A TVM-FFI function on the current stream, see the contract. `options`: more for cute.compile."""

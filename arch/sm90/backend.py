@@ -6,7 +6,8 @@ from typing import Any
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import FORWARD, Problem
+from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
+from cute_flash.spec.scratch import ScratchRule
 
 from . import support, tiles
 
@@ -25,31 +26,40 @@ class Sm90Backend:
         return support.refuse(problem)
 
     def plan(self, problem: Problem) -> Plan:
-        softcap = "softcap" in problem.features
+        softcap, mask = "softcap" in problem.features, str(problem.mask)
+        dims = problem.head_dim, problem.head_dim_v
+        backward = problem.direction == BACKWARD
+        widths = tiles.backward_widths(*dims) if backward else tuple(tiles.width(dim) for dim in dims)
+        if backward:
+            tile = tiles.backward_tile(*dims, mask)
+        else:
+            tile = tiles.forward_tile(*dims, mask, problem.short and not softcap, softcap)
         return Plan(
             backend=self.name,
             direction=problem.direction,
             arch=ARCH,
             dtype=problem.dtype,
-            head_dim=tiles.width(problem.head_dim),
-            head_dim_v=tiles.width(problem.head_dim_v),
+            head_dim=widths[0],
+            head_dim_v=widths[1],
             mask=problem.mask,
             lse=problem.lse,
+            lse_grad=problem.lse_grad,
             softcap=softcap,
-            ctas=problem.device.sm_count,
-            tile=tiles.forward_tile(
-                problem.head_dim, problem.head_dim_v, str(problem.mask), problem.short and not softcap, softcap
-            ),
+            ctas=0 if backward else problem.device.sm_count,
+            tile=tile,
         )
 
     def split(self, plan: Plan) -> Plan | None:
         return replace(plan, variant=tiles.SPLIT) if plan.direction == FORWARD and plan.plain else None
 
-    def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
-        """A TVM-FFI function (q, k, v, out, lse, scale, ...) on the current stream; `options` go to cute.compile."""
-        from .compile import compile_forward
+    def scratch(self, plan: Plan) -> ScratchRule | None:
+        return tiles.backward_scratch(plan) if plan.direction == BACKWARD else None
 
-        return compile_forward(plan, options)
+    def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
+        """A TVM-FFI function as the contract has it, on the current stream; `options` go to cute.compile."""
+        from . import compile
+
+        return (compile.compile_backward if plan.direction == BACKWARD else compile.compile_forward)(plan, options)
 
 
 BACKEND = Sm90Backend()

@@ -21,11 +21,19 @@ from ..common.blocks import RowTiles, row_tiles
 from ..common.numeric import LOG2_E
 from ..common.order import head_by_head, longest_first
 from .grad.epilogue import GradientRoom, add_dq, hand_over_dq, store_rows
-from .grad.load import Feed, TmaSource, fetch, fetch_queries, tile_copy
+from .grad.load import Feed, fetch, fetch_queries, tile_copy
 from .grad.mask import mask_transposed
-from .grad.memory import BackwardLayouts, backward_layouts, backward_storage, transposed
+from .grad.memory import BackwardLayouts, TmaSource, backward_layouts, backward_storage
 from .grad.mma import Accumulators, BackwardMmas, Operands, as_operand, issue, make_accumulators, make_operands
-from .grad.pipeline import DQ_EMPTY, DQ_THREADS, DS_STORED, OPERANDS_DEAD, BackwardPipelines, backward_states, open_backward
+from .grad.pipeline import (
+    DQ_EMPTY,
+    DQ_THREADS,
+    DS_STORED,
+    OPERANDS_DEAD,
+    BackwardPipelines,
+    backward_states,
+    open_backward,
+)
 from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, backward_schedule
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
@@ -158,7 +166,7 @@ class BackwardSm90:
         tile, blocks = self.tile, cute.ceil_div(sizes.seqlen_k, self.tile.tile_n)
         group = sizes.heads_q // sizes.heads_kv
         if cutlass.const_expr(self.mask.causal and not self.mask.left):
-            # most query tiles see the first keys: those start first, within a section of heads whose Q, dO and dQ fit L2
+            # the first keys are seen by most query tiles and start first, within as many heads as keep Q, dO, dQ in L2
             rows = cutlass.min(sizes.seqlen_q, 1 << 17)  # beyond any L2, and the product stays within 32 bits
             row_bytes = rows * (self.width_qk * 6 + self.width_v * 2)
             work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, row_bytes, Int32(1))
@@ -264,21 +272,18 @@ class BackwardSm90:
 
     @cute.jit
     def mma_role(self, context: MmaContext, unit: Unit):
-        pipes, ops, acc = context.pipes, context.ops, context.acc
+        pipes, acc = context.pipes, context.acc
         k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
         acc.dk.fill(0.0)
         acc.dv.fill(0.0)
         tiles, steps = unit.tiles, unit.tiles.count * unit.group
         if steps > 0:
             wait_full(pipes.k, k_state)
-            wait_full(pipes.q, q_state)
-            self.issue_scores(ops, acc, q_state.index)
-            warpgroup.wait_group(0)
             wait_full(pipes.v, v_state)
             at = tiles.first
             for step in cutlass.range(steps, unroll=1):
                 masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
-                self.step(context, q_state, do_state, (at, step % 2, masked, step + 1 < steps))
+                self.step(context, q_state, do_state, (at, step % 2, masked))
                 q_state.advance()
                 do_state.advance()
                 at += 1
@@ -290,15 +295,18 @@ class BackwardSm90:
 
     @cute.jit
     def step(self, context: MmaContext, q_state, do_state, turn: tuple):
-        """One query tile, whose scores are there already. `turn`: (tile, slot of dS, is it masked, is there another).
+        """One query tile. `turn`: (tile, slot of dS, is it masked).
 
-        P is formed under dP, dS under dV; dQ, dK and the scores of the next tile then run together while dQ leaves.
+        P is formed under dP, dS under dV; dQ leaves under dK.
         """
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
-        at, ds_slot, masked, more = turn
+        at, ds_slot, masked = turn
+        wait_full(pipes.q, q_state)
+        self.issue_scores(ops, acc, q_state.index)
         wait_full(pipes.do, do_state)
         do_columns = ops.do_columns[None, None, None, do_state.index]
         issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], ops.do[None, None, None, do_state.index], False)
+        warpgroup.wait_group(1)
         if masked:
             place = (at * self.tile.tile_m, context.key_start)
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
@@ -317,14 +325,7 @@ class BackwardSm90:
         issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
         q_columns = ops.q_columns[None, None, None, q_state.index]
         issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
-        if more:
-            following = q_state.clone()
-            following.advance()
-            wait_full(pipes.q, following)
-            self.issue_scores(ops, acc, following.index)
-        else:
-            warpgroup.commit_group()  # an empty one, so that the waits below count the same
-        warpgroup.wait_group(2)
+        warpgroup.wait_group(1)
         pipes.do.consumer_release(do_state)
         hand_over_dq(acc.dq, context.s_dq, thread)
         warpgroup.wait_group(0)

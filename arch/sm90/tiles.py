@@ -1,6 +1,7 @@
 """Tuning rows of the Hopper kernels: which tile a head_dim gets. Plain Python, no GPU, no cutlass."""
 
-from cute_flash.spec.plan import Tile
+from cute_flash.spec.plan import Plan, Tile
+from cute_flash.spec.scratch import ScratchRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
 SPLIT = "split"  # Plan.variant: several CTAs share a query tile, each takes a run of key tiles
@@ -121,3 +122,27 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
         if fits and forward_registers(tile, width_v) <= budget:
             return tile
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
+
+
+BACKWARD_WIDTH = 128  # of q and k, and of v, at most: what dK, dV, S^T and dP^T of a warpgroup leave of its registers
+
+
+def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The tiled head dims. dQ of a tile of 64 rows is halved by columns, each half whole swizzle atoms: no 96."""
+    widths = width(head_dim), width(head_dim_v)
+    return (128 if widths[0] == 96 else widths[0]), widths[1]
+
+
+def backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+    """tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK and dV,
+    tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240 registers,
+    else 64."""
+    width_qk, width_v = backward_widths(head_dim, head_dim_v)
+    return Tile(128 if width_qk + width_v <= 128 else 64, 128, stages=2)
+
+
+def backward_scratch(plan: Plan) -> ScratchRule:
+    """dQ while it is summed, then LSE and delta of every row."""
+    if plan.tile is None:
+        raise ValueError(f"a plan without a tile has no scratch: {plan}")
+    return ScratchRule(plan.tile.tile_m, plan.head_dim + 2)

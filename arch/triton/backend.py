@@ -6,6 +6,7 @@ from typing import Any
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
 from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
+from cute_flash.spec.scratch import ScratchRule
 
 from . import support, tiles
 
@@ -45,6 +46,9 @@ class TritonBackend:
         )
 
     def split(self, plan: Plan) -> Plan | None:
+        return None
+
+    def scratch(self, plan: Plan) -> ScratchRule | None:
         return None
 
     def build(self, plan: Plan) -> Callable[..., Any]:

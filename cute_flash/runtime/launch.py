@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ..spec.errors import BackendBuildError
 from ..spec.mask import FULL
 from ..spec.problem import Problem
+from ..spec.scratch import ScratchRule
 from ..spec.splits import SplitRule, rule_of
 from . import compiler, dispatch, report
 from .dispatch import Decision
@@ -299,7 +300,7 @@ def _unpad(tensor: torch.Tensor, pad: int) -> torch.Tensor:
     return tensor[..., :-pad].contiguous() if pad else tensor
 
 
-def bind_backward(kernel: Kernel, site: Site) -> Backward:
+def bind_backward(kernel: Kernel, site: Site, scratch: ScratchRule | None) -> Backward:
     """(dout, q, k, v, out, lse, dlse, *numbers) -> (dq, dk, dv), contiguous."""
     launch = _aligning(kernel, ("dout", "q", "k", "v", "out"), site.alignment)
     pad = _round_up(site.head_dim, site.unit) - site.head_dim
@@ -308,7 +309,10 @@ def bind_backward(kernel: Kernel, site: Site) -> Backward:
     def backward(*operands: Any) -> Gradients:
         dout, q, k, v, out, lse, dlse, *numbers = operands
         q, k, v = _pad(q, pad), _pad(k, pad), _pad(v, pad_v)
-        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+        if scratch is not None:
+            batch, seqlen_q, heads_q, _ = q.shape
+            numbers.append(q.new_empty(scratch.elements(batch, heads_q, seqlen_q), dtype=torch.float32))
         launch(_pad(dout, pad_v), q, k, v, _pad(out, pad_v), lse, dlse, dq, dk, dv, *numbers)
         return _unpad(dq, pad), _unpad(dk, pad), _unpad(dv, pad_v)
 
@@ -330,7 +334,9 @@ class Backwards:
         backward = self.bound.get(lse_grad)
         if backward is None:
             decision, kernel = ready(self.problems[lse_grad], self.forced, self.device)
-            backward = self.bound[lse_grad] = bind_backward(kernel, site_of(self.device, self.dtype, decision))
+            backward = self.bound[lse_grad] = bind_backward(
+                kernel, site_of(self.device, self.dtype, decision), decision.backend.scratch(decision.plan)
+            )
         return backward
 
 

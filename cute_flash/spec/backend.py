@@ -26,6 +26,8 @@ A backend may offer a second forward for calls whose query tiles are too few to 
 o_partial     (splits, batch, heads_q, seqlen_q, Plan.head_dim_v) float32, scratch
 state_partial (splits, batch, heads_q, seqlen_q, 2) float32, scratch: a row's maximum and total in each split
 
+A backward may want scratch (see `scratch`): its kernel takes (elements,) float32, as it comes, as the last operand.
+
 lse is None where Plan.lse is False, dlse where Plan.lse_grad is False. The office never calls a kernel with an empty
 batch, head or sequence dimension, and hands over tensors that keep the backend's `row_alignment`.
 """
@@ -36,6 +38,7 @@ from typing import Any, Protocol
 from .device import Device
 from .plan import Plan
 from .problem import Problem
+from .scratch import ScratchRule
 
 
 class Backend(Protocol):
@@ -57,6 +60,10 @@ class Backend(Protocol):
 
     def split(self, plan: Plan) -> Plan | None:
         """The plan that shares a query tile among CTAs, each with a run of keys; None where there is none."""
+        ...
+
+    def scratch(self, plan: Plan) -> ScratchRule | None:
+        """What the plan's kernel wants beside its operands; None: it takes no such operand."""
         ...
 
     def build(self, plan: Plan) -> Callable[..., Any]:

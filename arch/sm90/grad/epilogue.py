@@ -10,8 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..epilogue import registers_to_smem
 from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .load import TmaSource
-from .memory import dq_chunks
+from .memory import TmaSource, dq_chunks
 from .pipeline import DQ_EMPTY, DQ_FULL, DQ_THREADS, STORED
 
 
@@ -41,7 +40,10 @@ def store_rows(acc: cute.Tensor, room: GradientRoom, place: tuple, thread: Int32
 
 @cute.jit
 def hand_over_dq(dq: cute.Tensor, parts: cute.Tensor, thread: Int32):
-    """A warpgroup's accumulators into its part of shared memory, once that has been read. parts: (elements, warpgroups)."""
+    """A warpgroup's accumulators into its part of shared memory, once that has been read.
+
+    parts: (elements, warpgroups).
+    """
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     cute.arch.barrier(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
     registers = cute.size(dq)

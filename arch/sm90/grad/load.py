@@ -1,4 +1,4 @@
-"""The load role: one warp moves K and V once, then Q with its row values and dO, a query tile at a time, through TMA."""
+"""The load role: one warp moves K and V once, then Q with its row values and dO, tile by tile, through TMA."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,8 @@ import cutlass.pipeline as pipelines
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
+from .memory import TmaSource
 from .pipeline import BackwardPipelines
-
-
-class TmaSource(NamedTuple):
-    """A TMA atom and its tensor, modes (rows, columns, head, batch)."""
-
-    atom: cute.CopyAtom
-    tensor: cute.Tensor
 
 
 class TileCopy(NamedTuple):

@@ -27,6 +27,13 @@ from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
 DS_SLOTS = 2  # a warpgroup may store its next dS while another still multiplies the last one
 
 
+class TmaSource(NamedTuple):
+    """A TMA atom and its tensor, modes (rows, columns, head, batch)."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
 class BackwardLayouts(NamedTuple):
     k: cute.ComposedLayout
     v: cute.ComposedLayout

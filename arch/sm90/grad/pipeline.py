@@ -7,13 +7,13 @@ dO     stages  load warp (TMA) -> MMA warps              1 + tx bytes     one pe
 
 named barrier        threads                        meaning
 DS_STORED            all MMA threads                dS of the tile is in shared memory, of all keys
-OPERANDS_DEAD        all MMA threads                every warpgroup has read K and V for the last time: their rooms are free
+OPERANDS_DEAD        all MMA threads                every warpgroup has read its last K and V: their rooms are free
 STORED + w           128: warpgroup w               dK and dV of the warpgroup are in shared memory
 DQ_FULL + w          160: warpgroup w and its warp  the warpgroup's part of dQ is in shared memory
 DQ_EMPTY + w         160: the same                  that part has been read
 
-dS has two slots and one barrier: who stores dS of tile i + 2 has passed the barrier of tile i + 1, which every warpgroup
-enters after its dQ of tile i is done.
+dS has two slots and one barrier: who stores dS of tile i + 2 has passed the barrier of tile i + 1, which every
+warpgroup enters after its dQ of tile i is done.
 """
 
 from typing import NamedTuple

@@ -7,7 +7,7 @@ warp of the feeding warpgroup    does
 
 from ..schedule import BUDGETS, ROWS_PER_WARPGROUP, Schedule
 
-__all__ = ["LOAD_WARP", "FIRST_ADD_WARP", "backward_schedule"]
+__all__ = ["FIRST_ADD_WARP", "LOAD_WARP", "backward_schedule"]
 
 LOAD_WARP, FIRST_ADD_WARP = 0, 1
 

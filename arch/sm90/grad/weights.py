@@ -1,4 +1,4 @@
-"""P and dS on S^T and dP^T fragments: rows are keys, columns queries, so that LSE and delta change from column to column."""
+"""P and dS on S^T and dP^T fragments. Rows are keys, columns queries: LSE and delta belong to columns."""
 
 import cutlass
 import cutlass.cute as cute
@@ -10,7 +10,9 @@ from ..mma import first_column, rows_view
 
 def _column_pairs(values: cute.Tensor, thread: Int32, tile_m: int) -> list:
     """values: (tile_m,) float32 in shared memory -> what this thread's columns need, in order; 8-byte loads."""
-    mine = cute.make_tensor((values.iterator + first_column(thread)).align(8), cute.make_layout((2, tile_m // 8), stride=(1, 8)))
+    mine = cute.make_tensor(
+        (values.iterator + first_column(thread)).align(8), cute.make_layout((2, tile_m // 8), stride=(1, 8))
+    )
     pairs = [mine[None, j].load() for j in range(tile_m // 8)]
     return [pair[i] for pair in pairs for i in range(2)]
 
@@ -44,8 +46,8 @@ def capped_probabilities(
 ):
     """The same under a softcap; `scores` ends as P * (1 - tanh^2), what dP - delta is multiplied with.
 
-    factors: (softcap * log2(e), 2 * scale * log2(e) / softcap). With e = exp(2 x), r = 1 / (1 + e): tanh(x) = 1 - 2 r and
-    1 - tanh(x)^2 = 4 r (e r), which does not cancel where e is small or large.
+    factors: (softcap * log2(e), 2 * scale * log2(e) / softcap). With e = exp(2 x) and r = 1 / (1 + e), tanh(x) is
+    1 - 2 r and 1 - tanh(x)^2 is 4 r (e r), which does not cancel where e is small or large.
     """
     view = rows_view(scores)  # (2, tile_m / 4)
     scale_log2, cap_factor = factors
