@@ -38,6 +38,7 @@ from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, backward_schedule
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
+from .tiles import AHEAD
 
 
 class Sources(NamedTuple):
@@ -97,6 +98,7 @@ class BackwardSm90:
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype = dtype
         self.schedule = backward_schedule(plan.tile.tile_n)
+        self.ahead = AHEAD in plan.variant
         self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, dtype)
 
     @cute.jit
@@ -272,41 +274,52 @@ class BackwardSm90:
 
     @cute.jit
     def mma_role(self, context: MmaContext, unit: Unit):
-        pipes, acc = context.pipes, context.acc
+        pipes, ops, acc = context.pipes, context.ops, context.acc
         k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
         acc.dk.fill(0.0)
         acc.dv.fill(0.0)
         tiles, steps = unit.tiles, unit.tiles.count * unit.group
         if steps > 0:
             wait_full(pipes.k, k_state)
+            if cutlass.const_expr(self.ahead):
+                wait_full(pipes.q, q_state)
+                self.issue_scores(ops, acc, q_state.index)
             wait_full(pipes.v, v_state)
+            if cutlass.const_expr(self.ahead):
+                warpgroup.wait_group(0)
+                steps -= 1
             at = tiles.first
             for step in cutlass.range(steps, unroll=1):
                 masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
-                self.step(context, q_state, do_state, (at, step % 2, masked))
+                self.step(context, q_state, do_state, (at, step % 2, masked), self.ahead)
                 q_state.advance()
                 do_state.advance()
                 at += 1
                 if at == tiles.last:
                     at = tiles.first
+            if cutlass.const_expr(self.ahead):
+                masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
+                self.step(context, q_state, do_state, (at, steps % 2, masked), False)
 
     def issue_scores(self, ops: Operands, acc: Accumulators, slot: Int32):
         issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], ops.q[None, None, None, slot], False)
 
     @cute.jit
-    def step(self, context: MmaContext, q_state, do_state, turn: tuple):
-        """One query tile. `turn`: (tile, slot of dS, is it masked).
+    def step(self, context: MmaContext, q_state, do_state, turn: tuple, fetches: cutlass.Constexpr[bool]):
+        """One query tile. `turn`: (tile, slot of dS, is it masked); `fetches`: the scores of the next tile as well.
 
-        P is formed under dP, dS under dV; dQ leaves under dK.
+        P is formed under dP, dS under dV; dQ leaves under dK, and under the next scores where they are issued ahead.
         """
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
         at, ds_slot, masked = turn
-        wait_full(pipes.q, q_state)
-        self.issue_scores(ops, acc, q_state.index)
+        if cutlass.const_expr(not self.ahead):
+            wait_full(pipes.q, q_state)
+            self.issue_scores(ops, acc, q_state.index)
         wait_full(pipes.do, do_state)
         do_columns = ops.do_columns[None, None, None, do_state.index]
         issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], ops.do[None, None, None, do_state.index], False)
-        warpgroup.wait_group(1)
+        if cutlass.const_expr(not self.ahead):
+            warpgroup.wait_group(1)
         if masked:
             place = (at * self.tile.tile_m, context.key_start)
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
@@ -325,8 +338,14 @@ class BackwardSm90:
         issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
         q_columns = ops.q_columns[None, None, None, q_state.index]
         issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
-        warpgroup.wait_group(1)
+        warpgroup.wait_group(2)  # dV is done, which ptxas wants to know before the next scores, or it serialises all
         pipes.do.consumer_release(do_state)
+        if cutlass.const_expr(fetches):
+            following = q_state.clone()
+            following.advance()
+            wait_full(pipes.q, following)
+            self.issue_scores(ops, acc, following.index)
+        warpgroup.wait_group(2 if fetches else 1)
         hand_over_dq(acc.dq, context.s_dq, thread)
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)

@@ -1,5 +1,7 @@
 """Tuning rows of the Hopper kernels: which tile a head_dim gets. Plain Python, no GPU, no cutlass."""
 
+from dataclasses import replace
+
 from cute_flash.spec.plan import Plan, Tile
 from cute_flash.spec.scratch import ScratchRule
 
@@ -124,6 +126,8 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
 
 
+AHEAD = "ahead"  # Plan.variant: the scores of the next query tile are issued before dQ and dK of this one have ended
+
 BACKWARD_WIDTH = 128  # of q and k, and of v, at most: what dK, dV, S^T and dP^T of a warpgroup leave of its registers
 
 
@@ -139,6 +143,17 @@ def backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     else 64."""
     width_qk, width_v = backward_widths(head_dim, head_dim_v)
     return Tile(128 if width_qk + width_v <= 128 else 64, 128, stages=2)
+
+
+def backward_variant(tile: Tile) -> str:
+    """The scores of the next tile where registers hold them: 128 rows spill a word at d=64 causal."""
+    return AHEAD if tile.tile_m == 64 else ""
+
+
+def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
+    """What is worth measuring beside a plan: perf/variants.py."""
+    tiles = [Tile(64, 128, stages=2)] + ([Tile(128, 128, stages=2)] if plan.head_dim + plan.head_dim_v <= 128 else [])
+    return tuple(replace(plan, tile=tile, variant=variant) for tile in tiles for variant in ("", AHEAD))
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:

@@ -60,7 +60,7 @@ EXCEPTIONS: dict[str, str] = {
     "floors arch/sm90/epilogue.py cute_flash.arch.sm90.mma": "which row a thread's LSE belongs to is mma's fact",
     "floors arch/sm90/epilogue.py cute_flash.arch.sm90.load": "TMA descriptor and tensor: one bundle both ways",
     "floors arch/sm100/epilogue.py cute_flash.arch.sm100.load": "TMA descriptor and tensor: one bundle both ways",
-    "floors arch/sm90/grad/epilogue.py cute_flash.arch.sm90.epilogue": "registers leave by stmatrix as the forward's do",
+    "floors arch/sm90/grad/epilogue.py cute_flash.arch.sm90.epilogue": "registers leave as the forward's do",
     "floors arch/sm90/grad/mask.py cute_flash.arch.sm90.mma": "which row and column a register holds is mma's fact",
     "parameters arch/sm90/backward.py __call__": "the contract's operands, from which TVM-FFI's signature is derived",
     "parameters arch/triton/forward.py attention_forward": "an integer in a tuple would be compiled in",
