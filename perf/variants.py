@@ -1,4 +1,4 @@
-"""Plans of the Hopper backward side by side: `python -m perf.variants --points pass=bwd,d=128,S=4096 --against fa4,cudnn`.
+"""Plans of the Hopper backward side by side: `python -m perf.variants --points pass=bwd,d=128,S=4096`.
 
 Every plan of tiles.backward_candidates runs as the front door would run it, beside the rivals named, interleaved in one
 process as perf/bench.py does (graph replay, L2 flushed, results checked first). Printed, not recorded.

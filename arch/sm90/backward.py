@@ -17,11 +17,9 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from ..common import convert, delta
-from ..common.blocks import RowTiles, row_tiles
 from ..common.numeric import LOG2_E
-from ..common.order import head_by_head, longest_first
 from .grad.epilogue import GradientRoom, add_dq, hand_over_dq, store_rows
-from .grad.load import Feed, fetch, fetch_queries, tile_copy
+from .grad.load import Feed, load_role, tile_copy
 from .grad.mask import mask_transposed
 from .grad.memory import BackwardLayouts, TmaSource, backward_layouts, backward_storage
 from .grad.mma import Accumulators, BackwardMmas, Operands, as_operand, issue, make_accumulators, make_operands
@@ -34,7 +32,7 @@ from .grad.pipeline import (
     backward_states,
     open_backward,
 )
-from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, backward_schedule
+from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Sizes, Unit, backward_schedule, unit_of
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
@@ -50,27 +48,6 @@ class Sources(NamedTuple):
     do: TmaSource
     dk: TmaSource
     dv: TmaSource
-
-
-class Sizes(NamedTuple):
-    batch: Int32
-    heads_q: Int32
-    heads_kv: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
-    left: Int32 | None = None  # of a window
-    right: Int32 | None = None
-
-
-class Unit(NamedTuple):
-    """What a CTA works on: a tile of keys and the query tiles of its group that see it."""
-
-    key_block: Int32
-    head_kv: Int32
-    batch: Int32
-    head_first: Int32  # of the group's query heads
-    group: Int32
-    tiles: RowTiles
 
 
 class MmaContext(NamedTuple):
@@ -97,7 +74,7 @@ class BackwardSm90:
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype = dtype
-        self.schedule = backward_schedule(plan.tile.tile_n)
+        self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
         self.ahead = AHEAD in plan.variant
         self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, dtype)
 
@@ -162,24 +139,6 @@ class BackwardSm90:
             grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream
         )
 
-    @cute.jit
-    def _unit(self, sizes: Sizes) -> Unit:
-        index, _, _ = cute.arch.block_idx()
-        tile, blocks = self.tile, cute.ceil_div(sizes.seqlen_k, self.tile.tile_n)
-        group = sizes.heads_q // sizes.heads_kv
-        if cutlass.const_expr(self.mask.causal and not self.mask.left):
-            # the first keys are seen by most query tiles and start first, within as many heads as keep Q, dO, dQ in L2
-            rows = cutlass.min(sizes.seqlen_q, 1 << 17)  # beyond any L2, and the product stays within 32 bits
-            row_bytes = rows * (self.width_qk * 6 + self.width_v * 2)
-            work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, row_bytes, Int32(1))
-            key_block = blocks - 1 - work.m_block
-        else:
-            work = head_by_head(index, blocks, sizes.heads_kv)
-            key_block = work.m_block
-        seqlens, bounds = (sizes.seqlen_q, sizes.seqlen_k), (sizes.left, sizes.right)
-        tiles = row_tiles(key_block * tile.tile_n, tile, seqlens, bounds, self.mask)
-        return Unit(key_block, work.head, work.batch, work.head * group, group, tiles)
-
     @cute.kernel
     def kernel(
         self,
@@ -205,7 +164,7 @@ class BackwardSm90:
 
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        unit = self._unit(sizes)
+        unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp_index == LOAD_WARP:
@@ -218,7 +177,7 @@ class BackwardSm90:
                     row_values=scratch.rows[None, None, None, unit.batch],
                     s_rows=s_rows,
                 )
-                self.load_role(pipes, feed, unit)
+                load_role(pipes, feed, unit, tile.stages)
             elif warp_index < FIRST_ADD_WARP + schedule.mma_warpgroups:
                 self.add_role(s_dq, scratch.dq[None, None, None, unit.batch], unit, warp_index - FIRST_ADD_WARP)
         else:
@@ -242,22 +201,6 @@ class BackwardSm90:
                 GradientRoom(room(storage.v, layouts.dv), sources.dv),
             )
             self.leave(context.acc, rooms, unit, thread - WARPGROUP, scale)
-
-    @cute.jit
-    def load_role(self, pipes: BackwardPipelines, feed: Feed, unit: Unit):
-        k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Producer, self.tile.stages)
-        tiles = unit.tiles
-        if tiles.count > 0:
-            fetch(pipes.k, k_state, feed.k, unit.key_block, unit.head_kv)
-            for member in cutlass.range(unit.group, unroll=1):
-                for step in cutlass.range(tiles.count, unroll=1):
-                    head, at = unit.head_first + member, tiles.first + step
-                    fetch_queries(pipes, q_state, feed, at, head)
-                    q_state.advance()
-                    if member + step == 0:
-                        fetch(pipes.v, v_state, feed.v, unit.key_block, unit.head_kv)
-                    fetch(pipes.do, do_state, feed.do, at, head)
-                    do_state.advance()
 
     @cute.jit
     def add_role(self, s_dq: cute.Tensor, sums: cute.Tensor, unit: Unit, group: Int32):

@@ -9,7 +9,8 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from .memory import TmaSource
-from .pipeline import BackwardPipelines
+from .pipeline import BackwardPipelines, backward_states
+from .schedule import Unit
 
 
 class TileCopy(NamedTuple):
@@ -55,3 +56,20 @@ def fetch_queries(pipes: BackwardPipelines, state: pipelines.PipelineState, feed
     source, target = feed.row_values[None, tile, head], feed.s_rows[None, state.index]
     with cute.arch.elect_one():
         cute.copy(atom, source, target, mbar_ptr=pipes.q.producer_get_barrier(state))
+
+
+@cute.jit
+def load_role(pipes: BackwardPipelines, feed: Feed, unit: Unit, stages: cutlass.Constexpr[int]):
+    k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Producer, stages)
+    tiles = unit.tiles
+    if tiles.count > 0:
+        fetch(pipes.k, k_state, feed.k, unit.key_block, unit.head_kv)
+        for member in cutlass.range(unit.group, unroll=1):
+            for step in cutlass.range(tiles.count, unroll=1):
+                head, at = unit.head_first + member, tiles.first + step
+                fetch_queries(pipes, q_state, feed, at, head)
+                q_state.advance()
+                if member + step == 0:
+                    fetch(pipes.v, v_state, feed.v, unit.key_block, unit.head_kv)
+                fetch(pipes.do, do_state, feed.do, at, head)
+                do_state.advance()

@@ -21,8 +21,8 @@ def mask_transposed(
 ):
     """Hidden scores become -inf. Rows are keys, columns queries.
 
-    `place`: (row_start, key_start), `bounds`: (left, right). A thread has two keys. Each is seen by a run of queries, so
-    that a column is compared with its ends.
+    `place`: (row_start, key_start), `bounds`: (left, right). A thread has two keys, each seen by a run of
+    queries, so that a column is compared with its ends.
     """
     seqlen_q, seqlen_k = seqlens
     row_start, key_start = place

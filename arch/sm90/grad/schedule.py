@@ -1,18 +1,64 @@
-"""WHO: one feeding warpgroup and the MMA warpgroups, 64 keys each; the registers each may hold.
+"""WHO: one feeding warpgroup and the MMA warpgroups, the registers each may hold, and the keys that a CTA takes.
 
 warp of the feeding warpgroup    does
 0                                TMA: K and V once, then Q with its row values and dO, a query tile at a time
 1 + w                            adds the part of dQ that MMA warpgroup w left in shared memory to global memory
 """
 
-from ..schedule import BUDGETS, ROWS_PER_WARPGROUP, Schedule
+from typing import NamedTuple
 
-__all__ = ["FIRST_ADD_WARP", "LOAD_WARP", "backward_schedule"]
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ...common.blocks import RowTiles, row_tiles
+from ...common.order import head_by_head, longest_first
+from ..schedule import BUDGETS, Schedule
 
 LOAD_WARP, FIRST_ADD_WARP = 0, 1
 
 
-def backward_schedule(tile_n: int) -> Schedule:
-    count = tile_n // ROWS_PER_WARPGROUP
-    load, mma = BUDGETS[count]
-    return Schedule(count, load, mma, ping_pong=False)
+def backward_schedule(warpgroups: int) -> Schedule:
+    load, mma = BUDGETS[warpgroups]
+    return Schedule(warpgroups, load, mma, ping_pong=False)
+
+
+class Sizes(NamedTuple):
+    batch: Int32
+    heads_q: Int32
+    heads_kv: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+    left: Int32 | None = None  # of a window
+    right: Int32 | None = None
+
+
+class Unit(NamedTuple):
+    """What a CTA works on: a tile of keys and the query tiles of its group that see it."""
+
+    key_block: Int32
+    head_kv: Int32
+    batch: Int32
+    head_first: Int32  # of the group's query heads
+    group: Int32
+    tiles: RowTiles
+
+
+@cute.jit
+def unit_of(sizes: Sizes, tile: cutlass.Constexpr, widths: cutlass.Constexpr, mask: cutlass.Constexpr) -> Unit:
+    """Of the CTA that asks. `widths`: (width_qk, width_v)."""
+    index, _, _ = cute.arch.block_idx()
+    blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
+    group = sizes.heads_q // sizes.heads_kv
+    if cutlass.const_expr(mask.causal and not mask.left):
+        # the first keys are seen by most query tiles and start first, within as many heads as keep Q, dO, dQ in L2
+        rows = cutlass.min(sizes.seqlen_q, 1 << 17)  # beyond any L2, and the product stays within 32 bits
+        row_bytes = rows * (widths[0] * 6 + widths[1] * 2)
+        work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, row_bytes, Int32(1))
+        key_block = blocks - 1 - work.m_block
+    else:
+        work = head_by_head(index, blocks, sizes.heads_kv)
+        key_block = work.m_block
+    seqlens, bounds = (sizes.seqlen_q, sizes.seqlen_k), (sizes.left, sizes.right)
+    tiles = row_tiles(key_block * tile.tile_n, tile, seqlens, bounds, mask)
+    return Unit(key_block, work.head, work.batch, work.head * group, group, tiles)
