@@ -19,7 +19,7 @@ VECTOR = 8  # 16-bit elements in 16 bytes
 class Scratch(NamedTuple):
     """What a backward keeps in global memory between its kernels, float32; one allocation."""
 
-    dq: cute.Tensor  # (tile_m * width_qk, query tiles, heads_q, batch): sums, in the order of convert.py
+    dq: cute.Tensor | None  # (tile_m * width_qk, query tiles, heads_q, batch): sums, see convert.py; None for width 0
     rows: cute.Tensor  # (2 * tile_m, query tiles, heads_q, batch): LSE in base 2 of a tile's rows, then their delta
 
 
@@ -32,6 +32,8 @@ def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int) ->
         strides = (1, Int64(size), Int64(size) * tiles, size * row_tiles)
         return cute.make_tensor(iterator, cute.make_layout((size, tiles, heads, batch), stride=strides))
 
+    if width_qk == 0:
+        return Scratch(None, part(memory.iterator, 2 * tile_m))
     dq_size = tile_m * width_qk
     after = memory.iterator + dq_size * row_tiles * batch
     return Scratch(part(memory.iterator, dq_size), part(after.align(16), 2 * tile_m))
@@ -63,12 +65,13 @@ def prepare_kernel(
 ):
     thread, _, _ = cute.arch.thread_idx()
     tile, head, batch = cute.arch.block_idx()
-    sums = scratch.dq[None, tile, head, batch]
-    zeros = cute.make_rmem_tensor((4,), Float32)
-    zeros.fill(0.0)
-    vectors = cute.make_tensor(sums.iterator.align(16), cute.make_layout((4, cute.size(sums) // 4)))
-    for i in cutlass.range(thread, cute.size(sums) // 4, THREADS, unroll=4):
-        cute.autovec_copy(zeros, vectors[None, i])
+    if cutlass.const_expr(scratch.dq is not None):
+        sums = scratch.dq[None, tile, head, batch]
+        zeros = cute.make_rmem_tensor((4,), Float32)
+        zeros.fill(0.0)
+        vectors = cute.make_tensor(sums.iterator.align(16), cute.make_layout((4, cute.size(sums) // 4)))
+        for i in cutlass.range(thread, cute.size(sums) // 4, THREADS, unroll=4):
+            cute.autovec_copy(zeros, vectors[None, i])
     values = scratch.rows[None, tile, head, batch]
     lanes = _lanes(width_v)
     do_rows, o_rows = do[batch, None, head, None], o[batch, None, head, None]

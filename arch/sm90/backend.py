@@ -47,7 +47,7 @@ class Sm90Backend:
             softcap=softcap,
             ctas=0 if backward else problem.device.sm_count,
             tile=tile,
-            variant=tiles.backward_variant(tile) if backward else "",
+            variant=tiles.backward_variant(*dims, tile) if backward else "",
         )
 
     def split(self, plan: Plan) -> Plan | None:

@@ -4,8 +4,9 @@ from cute_flash.spec.plan import Plan
 
 from ..common import operands
 from .backward import BackwardSm90, BoundedBackwardSm90
+from .backward_apart import ApartBackwardSm90, BoundedApartBackwardSm90
 from .forward import BoundedForwardSm90, ForwardSm90, SplitForwardSm90
-from .tiles import SPLIT
+from .tiles import APART, SPLIT
 
 
 def compile_forward(plan: Plan, options: str = ""):
@@ -15,5 +16,8 @@ def compile_forward(plan: Plan, options: str = ""):
 
 
 def compile_backward(plan: Plan, options: str = ""):
-    kernel = BackwardSm90 if plan.plain else BoundedBackwardSm90
+    if plan.variant == APART:
+        kernel = ApartBackwardSm90 if plan.plain else BoundedApartBackwardSm90
+    else:
+        kernel = BackwardSm90 if plan.plain else BoundedBackwardSm90
     return operands.compile_backward(kernel(plan, operands.DTYPES[plan.dtype]), plan, options)

@@ -4,7 +4,7 @@ from cute_flash.spec.device import Device
 from cute_flash.spec.problem import BACKWARD, Problem
 
 from ..common.support import refuse_call
-from .tiles import BACKWARD_WIDTH
+from .tiles import fused_backward
 
 CAPABILITY = (9, 0)
 FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
@@ -27,8 +27,7 @@ def refuse(problem: Problem) -> tuple[str, ...]:
 def _refuse_backward(problem: Problem) -> tuple[str, ...]:
     if problem.direction != BACKWARD:
         return ()
-    named = (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v))
-    wide = [f"{name}={value} is above {BACKWARD_WIDTH}" for name, value in named if value > BACKWARD_WIDTH]
-    reasons = [f"not built yet: the backward where {' and '.join(wide)}"] if wide else []
-    reasons += ["not built yet: a deterministic backward"] if problem.deterministic else []
-    return tuple(reasons)
+    fused = fused_backward(problem.head_dim, problem.head_dim_v)
+    return (
+        ("not built yet: a deterministic backward at head dims up to 128",) if fused and problem.deterministic else ()
+    )

@@ -128,36 +128,62 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
 
 AHEAD = "ahead"  # Plan.variant: the scores of the next query tile are issued before dQ and dK of this one have ended
 
-BACKWARD_WIDTH = 128  # of q and k, and of v, at most: what dK, dV, S^T and dP^T of a warpgroup leave of its registers
+APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
+
+FUSED_WIDTH = 128  # of q and k, and of v, at most where one kernel makes dQ, dK and dV: what dK, dV, S^T and dP^T of a
+# warpgroup leave of its registers
+
+
+def fused_backward(head_dim: int, head_dim_v: int) -> bool:
+    return max(width(head_dim), width(head_dim_v)) <= FUSED_WIDTH
+
+
+def _halved(head_dim: int) -> int:
+    """Halves are whole swizzle atoms."""
+    return -(-head_dim // 64) * 64
 
 
 def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The tiled head dims. dQ of a tile of 64 rows is halved by columns, each half whole swizzle atoms: no 96."""
-    widths = width(head_dim), width(head_dim_v)
-    return (128 if widths[0] == 96 else widths[0]), widths[1]
+    """The tiled head dims. Two warpgroups share the columns of dQ where a tile has 64 rows, and of dK and dV where the
+    kernels are apart."""
+    if fused_backward(head_dim, head_dim_v):
+        widths = width(head_dim), width(head_dim_v)
+        return (128 if widths[0] == 96 else widths[0]), widths[1]
+    return _halved(head_dim), _halved(head_dim_v)
 
 
 def backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
-    """tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK and dV,
-    tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240 registers,
-    else 64."""
+    """Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
+    and dV, tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240
+    registers, else 64. Apart, 64 keys and 64 rows (dQ: dq_tile)."""
     width_qk, width_v = backward_widths(head_dim, head_dim_v)
+    if not fused_backward(head_dim, head_dim_v):
+        return Tile(64, 64, stages=2)
     return Tile(128 if width_qk + width_v <= 128 else 64, 128, stages=2)
 
 
-def backward_variant(tile: Tile) -> str:
+def dq_tile(plan: Plan) -> Tile:
+    """Of the kernel for dQ where the kernels are apart: two warpgroups of 64 rows; K has two slots, V one."""
+    return Tile(128, 64, stages=2)
+
+
+def backward_variant(head_dim: int, head_dim_v: int, tile: Tile) -> str:
     """The scores of the next tile where registers hold them: 128 rows spill a word at d=64 causal."""
+    if not fused_backward(head_dim, head_dim_v):
+        return APART
     return AHEAD if tile.tile_m == 64 else ""
 
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
+    if plan.variant == APART:
+        return ()
     tiles = [Tile(64, 128, stages=2)] + ([Tile(128, 128, stages=2)] if plan.head_dim + plan.head_dim_v <= 128 else [])
     return tuple(replace(plan, tile=tile, variant=variant) for tile in tiles for variant in ("", AHEAD))
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:
-    """dQ while it is summed, then LSE and delta of every row."""
+    """dQ while it is summed, where it is, then LSE and delta of every row."""
     if plan.tile is None:
         raise ValueError(f"a plan without a tile has no scratch: {plan}")
-    return ScratchRule(plan.tile.tile_m, plan.head_dim + 2)
+    return ScratchRule(plan.tile.tile_m, 2 if plan.variant == APART else plan.head_dim + 2)

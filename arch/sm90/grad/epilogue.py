@@ -21,16 +21,35 @@ class GradientRoom(NamedTuple):
 
 @cute.jit
 def store_rows(acc: cute.Tensor, room: GradientRoom, place: tuple, thread: Int32, width: cutlass.Constexpr[int]):
-    """64 keys of dK or dV; `place`: (64-row block, head, batch). Rows and columns past the end are clipped by TMA. The
-    store is left in flight."""
+    """A warpgroup's 64 keys of dK or dV, all columns; `place`: (64-row block, head, batch)."""
     block, head, batch = place
+    _store(acc, room, (block, 0), (head, batch), (thread, width))
+
+
+@cute.jit
+def store_columns(acc: cute.Tensor, room: GradientRoom, place: tuple, thread: Int32, width: cutlass.Constexpr[int]):
+    """A warpgroup's columns of dK or dV, 64 keys; `place` as above."""
+    block, head, batch = place
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    _store(acc, room, (block, group), (head, batch), (thread, width))
+
+
+def _store(acc: cute.Tensor, room: GradientRoom, tile: tuple, where: tuple, writer: tuple):
+    """Rows and columns past the end are clipped by TMA. The store is left in flight."""
+    thread, width = writer
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     mine = room.smem[None, None, group]
     registers_to_smem(acc, mine, thread, width, room.smem.element_type)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=STORED + group, number_of_threads=WARPGROUP)
+    head, batch = where
+    rows = cute.local_tile(room.tma.tensor[None, None, head, batch], (ROWS_PER_WARPGROUP, width), tile)
+    _issue_store(room, mine, rows, thread)
+
+
+@cute.jit
+def _issue_store(room: GradientRoom, mine: cute.Tensor, rows: cute.Tensor, thread: Int32):
     if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
-        rows = cute.local_tile(room.tma.tensor[None, None, head, batch], (ROWS_PER_WARPGROUP, width), (block, 0))
         source, target = cpasync.tma_partition(
             room.tma.atom, 0, cute.make_layout(1), cute.group_modes(mine, 0, 2), cute.group_modes(rows, 0, 2)
         )

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int64
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import LayoutEnum
 
 from cute_flash.spec.plan import Tile
@@ -80,6 +81,101 @@ def backward_storage(layouts: BackwardLayouts, tile: Tile, width_qk: int, dtype:
         ds: room(layouts.ds)
         dq: floats(tile.tile_m * width_qk)
         rows: floats(2 * tile.tile_m * tile.stages)
+
+    return Storage
+
+
+def row_layout(rows: int, width: int, columns: int, slots: int, dtype: type) -> cute.ComposedLayout:
+    """(rows, width, slots), columns contiguous, of which a warpgroup multiplies `columns`: whole swizzle atoms, of 64
+    elements where that divides them, else of 32."""
+    kind = warpgroup.SmemLayoutAtomKind.K_SW64 if columns % 64 else warpgroup.SmemLayoutAtomKind.K_SW128
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (rows, width, slots), order=(0, 1, 2))
+
+
+class WideLayouts(NamedTuple):
+    """Of a CTA with 64 keys, whose warpgroups share out the columns of dK and dV."""
+
+    k: cute.ComposedLayout  # (tile_n, width_qk, 1)
+    v: cute.ComposedLayout  # (tile_n, width_v, 1)
+    q: cute.ComposedLayout  # (tile_m, width_qk, stages)
+    do: cute.ComposedLayout  # (tile_m, width_v, stages)
+    weights: cute.ComposedLayout  # (tile_n, tile_m, 2): P^T, and another of dS^T
+    dk: cute.ComposedLayout  # (tile_n, width_qk / warpgroups, warpgroups)
+    dv: cute.ComposedLayout  # (tile_n, width_v / warpgroups, warpgroups)
+
+
+def wide_layouts(tile: Tile, width_qk: int, width_v: int, warpgroups: int, dtype: type) -> WideLayouts:
+    part_qk, part_v, rows = width_qk // warpgroups, width_v // warpgroups, LayoutEnum.ROW_MAJOR
+    return WideLayouts(
+        k=row_layout(tile.tile_n, width_qk, width_qk, 1, dtype),
+        v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
+        q=row_layout(tile.tile_m, width_qk, part_qk, tile.stages, dtype),
+        do=row_layout(tile.tile_m, width_v, part_v, tile.stages, dtype),
+        weights=row_layout(tile.tile_n, tile.tile_m, tile.tile_m, DS_SLOTS, dtype),
+        dk=hopper.make_smem_layout_epi(dtype, rows, (tile.tile_n, part_qk), warpgroups),
+        dv=hopper.make_smem_layout_epi(dtype, rows, (tile.tile_n, part_v), warpgroups),
+    )
+
+
+def wide_storage(layouts: WideLayouts, tile: Tile, dtype: type) -> type:
+    def room(*several: cute.ComposedLayout):
+        elements = max(cute.cosize(layout) for layout in several)
+        return cute.struct.Align[cute.struct.MemRange[dtype, elements], SWIZZLE_ALIGN]
+
+    @cute.struct
+    class Storage:
+        k_barriers: cute.struct.MemRange[Int64, 2]
+        v_barriers: cute.struct.MemRange[Int64, 2]
+        q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
+        do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
+        rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * tile.tile_m * tile.stages], 16]
+        k: room(layouts.k, layouts.dk)
+        v: room(layouts.v, layouts.dv)
+        q: room(layouts.q)
+        do: room(layouts.do)
+        p: room(layouts.weights)
+        ds: room(layouts.weights)
+
+    return Storage
+
+
+class RowLayouts(NamedTuple):
+    """Of a CTA that owns query rows."""
+
+    q: cute.ComposedLayout  # (tile_m, width_qk, 1)
+    do: cute.ComposedLayout  # (tile_m, width_v, 1)
+    k: cute.ComposedLayout  # (tile_n, width_qk, stages)
+    v: cute.ComposedLayout  # (tile_n, width_v, 1)
+    dq: cute.ComposedLayout  # (64, width_qk, warpgroups), in the room of Q
+
+
+def row_layouts(tile: Tile, width_qk: int, width_v: int, dtype: type) -> RowLayouts:
+    dq_shape, warpgroups = (ROWS_PER_WARPGROUP, width_qk), tile.tile_m // ROWS_PER_WARPGROUP
+    return RowLayouts(
+        q=row_layout(tile.tile_m, width_qk, width_qk, 1, dtype),
+        do=row_layout(tile.tile_m, width_v, width_v, 1, dtype),
+        k=row_layout(tile.tile_n, width_qk, width_qk, tile.stages, dtype),
+        v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
+        dq=hopper.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, dq_shape, warpgroups),
+    )
+
+
+def row_storage(layouts: RowLayouts, tile: Tile, dtype: type) -> type:
+    def room(*several: cute.ComposedLayout):
+        elements = max(cute.cosize(layout) for layout in several)
+        return cute.struct.Align[cute.struct.MemRange[dtype, elements], SWIZZLE_ALIGN]
+
+    @cute.struct
+    class Storage:
+        q_barriers: cute.struct.MemRange[Int64, 2]
+        do_barriers: cute.struct.MemRange[Int64, 2]
+        k_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
+        v_barriers: cute.struct.MemRange[Int64, 2]
+        q: room(layouts.q, layouts.dq)
+        do: room(layouts.do)
+        k: room(layouts.k)
+        v: room(layouts.v)
 
     return Storage
 

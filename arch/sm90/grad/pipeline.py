@@ -25,7 +25,7 @@ from cutlass import Float32
 from cute_flash.spec.plan import Tile
 
 from ..schedule import WARPGROUP, Schedule
-from .memory import BackwardLayouts
+from .memory import RowLayouts
 
 DS_STORED, OPERANDS_DEAD, STORED, DQ_FULL, DQ_EMPTY = 1, 2, 3, 6, 9  # ids; the last three take up to three each
 DQ_THREADS = WARPGROUP + 32
@@ -38,7 +38,7 @@ class BackwardPipelines(NamedTuple):
     do: pipelines.PipelineTmaAsync
 
 
-def _tma_pipeline(barriers: cute.Pointer, slots: int, slot_bytes: int, mma_warps: int) -> pipelines.PipelineTmaAsync:
+def tma_pipeline(barriers: cute.Pointer, slots: int, slot_bytes: int, mma_warps: int) -> pipelines.PipelineTmaAsync:
     return pipelines.PipelineTmaAsync.create(
         barrier_storage=barriers,
         num_stages=slots,
@@ -49,17 +49,19 @@ def _tma_pipeline(barriers: cute.Pointer, slots: int, slot_bytes: int, mma_warps
     )
 
 
-def open_backward(storage, layouts: BackwardLayouts, tile: Tile, dtype: type, schedule: Schedule) -> BackwardPipelines:
-    def slot_bytes(layout: cute.ComposedLayout) -> int:
-        return cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, 0)))
+def slot_bytes(layout: cute.ComposedLayout, dtype: type) -> int:
+    return cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, 0)))
 
+
+def open_backward(storage, layouts, tile: Tile, dtype: type, schedule: Schedule) -> BackwardPipelines:
+    """layouts: BackwardLayouts or WideLayouts."""
     row_values = 2 * tile.tile_m * Float32.width // 8
     warps = schedule.mma_warps
     opened = BackwardPipelines(
-        k=_tma_pipeline(storage.k_barriers.data_ptr(), 1, slot_bytes(layouts.k), warps),
-        v=_tma_pipeline(storage.v_barriers.data_ptr(), 1, slot_bytes(layouts.v), warps),
-        q=_tma_pipeline(storage.q_barriers.data_ptr(), tile.stages, slot_bytes(layouts.q) + row_values, warps),
-        do=_tma_pipeline(storage.do_barriers.data_ptr(), tile.stages, slot_bytes(layouts.do), warps),
+        k=tma_pipeline(storage.k_barriers.data_ptr(), 1, slot_bytes(layouts.k, dtype), warps),
+        v=tma_pipeline(storage.v_barriers.data_ptr(), 1, slot_bytes(layouts.v, dtype), warps),
+        q=tma_pipeline(storage.q_barriers.data_ptr(), tile.stages, slot_bytes(layouts.q, dtype) + row_values, warps),
+        do=tma_pipeline(storage.do_barriers.data_ptr(), tile.stages, slot_bytes(layouts.do, dtype), warps),
     )
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
@@ -69,3 +71,30 @@ def open_backward(storage, layouts: BackwardLayouts, tile: Tile, dtype: type, sc
 def backward_states(role: pipelines.PipelineUserType, stages: int) -> tuple:
     """Where a role stands in K, V and the rings of Q and dO."""
     return tuple(pipelines.make_pipeline_state(role, slots) for slots in (1, 1, stages, stages))
+
+
+class RowPipelines(NamedTuple):
+    """Of a CTA that owns query rows: Q and dO stay, K has `stages` slots, V one."""
+
+    q: pipelines.PipelineTmaAsync
+    do: pipelines.PipelineTmaAsync
+    k: pipelines.PipelineTmaAsync
+    v: pipelines.PipelineTmaAsync
+
+
+def open_rows(storage, layouts: RowLayouts, stages: int, dtype: type, schedule: Schedule) -> RowPipelines:
+    warps = schedule.mma_warps
+    opened = RowPipelines(
+        q=tma_pipeline(storage.q_barriers.data_ptr(), 1, slot_bytes(layouts.q, dtype), warps),
+        do=tma_pipeline(storage.do_barriers.data_ptr(), 1, slot_bytes(layouts.do, dtype), warps),
+        k=tma_pipeline(storage.k_barriers.data_ptr(), stages, slot_bytes(layouts.k, dtype), warps),
+        v=tma_pipeline(storage.v_barriers.data_ptr(), 1, slot_bytes(layouts.v, dtype), warps),
+    )
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    return opened
+
+
+def row_states(role: pipelines.PipelineUserType, stages: int) -> tuple:
+    """Where a role stands in Q, dO, K and V."""
+    return tuple(pipelines.make_pipeline_state(role, slots) for slots in (1, 1, stages, 1))

@@ -35,6 +35,20 @@ def probabilities(
     pack_fragment(scores, packed, dtype)
 
 
+def capped_weights(score: Float32, lse_log2: Float32, factors: tuple) -> tuple[Float32, Float32]:
+    """(P, P * (1 - tanh^2)) of a raw score. factors: (softcap * log2(e), 2 * scale * log2(e) / softcap).
+
+    With e = exp(2 x) and r = 1 / (1 + e), tanh(x) is 1 - 2 r, and 1 - tanh(x)^2 is 4 r (e r), which does not cancel
+    where e is small or large.
+    """
+    scale_log2, cap_factor = factors
+    e = exp2(cutlass.min(score * cap_factor, Float32(126.0)))
+    inverse = cute.arch.rcp_approx(1.0 + e)
+    p = exp2((1.0 - 2.0 * inverse) * scale_log2 - lse_log2)
+    p = Float32(cutlass.select_(score == NEG_INF, Float32(0.0), p))  # hidden
+    return p, p * (4.0 * inverse * (e * inverse))
+
+
 @cute.jit
 def capped_probabilities(
     scores: cute.Tensor,
@@ -46,23 +60,15 @@ def capped_probabilities(
 ):
     """The same under a softcap; `scores` ends as P * (1 - tanh^2), what dP - delta is multiplied with.
 
-    factors: (softcap * log2(e), 2 * scale * log2(e) / softcap). With e = exp(2 x) and r = 1 / (1 + e), tanh(x) is
-    1 - 2 r and 1 - tanh(x)^2 is 4 r (e r), which does not cancel where e is small or large.
+    factors: see capped_weights.
     """
     view = rows_view(scores)  # (2, tile_m / 4)
-    scale_log2, cap_factor = factors
     lse = _column_pairs(lse_log2, thread, cute.size(lse_log2))
     slopes = cute.make_rmem_tensor(scores.layout, Float32)
     by_rows = rows_view(slopes)
     for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
         for r in cutlass.range_constexpr(2):
-            score = view[r, c]
-            e = exp2(cutlass.min(score * cap_factor, Float32(126.0)))
-            inverse = cute.arch.rcp_approx(1.0 + e)
-            p = exp2((1.0 - 2.0 * inverse) * scale_log2 - lse[c])
-            p = Float32(cutlass.select_(score == NEG_INF, Float32(0.0), p))  # hidden
-            view[r, c] = p
-            by_rows[r, c] = p * (4.0 * inverse * (e * inverse))
+            view[r, c], by_rows[r, c] = capped_weights(view[r, c], lse[c], factors)
     pack_fragment(scores, packed, dtype)
     scores.store(slopes.load())
 

@@ -1,0 +1,291 @@
+"""dQ of wide heads on Hopper, in a kernel of its own: a CTA owns 128 query rows and walks the key tiles that they see.
+
+S and dP are computed once more (dkdv.py has them too); dS is the A operand of dQ += dS K without leaving the registers,
+and dQ stays in them until the end.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipelines
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from cute_flash.spec.plan import Plan
+
+from ..common.blocks import KeyTiles, key_tiles, window_tiles
+from ..common.numeric import NEG_INF, exp2, pack_fragment
+from ..common.order import head_by_head, longest_first, tile_count
+from .epilogue import OutputRoom, OutputShape, store_output, wait_output
+from .grad.load import fetch, tile_copy
+from .grad.memory import RowLayouts, TmaSource, row_layouts, row_storage, transposed
+from .grad.mma import as_operand, issue
+from .grad.pipeline import RowPipelines, open_rows, row_states
+from .grad.schedule import Sizes, backward_schedule
+from .grad.weights import capped_weights
+from .mask import mask_scores, mask_window
+from .mma import first_row, rows_view
+from .pipeline import wait_full
+from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
+from .tiles import dq_tile
+
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+
+
+class Sources(NamedTuple):
+    """What the kernel reads and writes through TMA; modes (seqlen, width, heads, batch)."""
+
+    q: TmaSource
+    do: TmaSource
+    k: TmaSource
+    v: TmaSource
+    dq: TmaSource
+
+
+class MmaContext(NamedTuple):
+    """Everything an MMA warpgroup needs in its loop; read-only."""
+
+    pipes: RowPipelines
+    q: cute.Tensor  # descriptors: A of S
+    do: cute.Tensor  # A of dP
+    k: cute.Tensor  # B of S
+    v: cute.Tensor  # B of dP
+    k_columns: cute.Tensor  # B of dQ
+    s: cute.Tensor  # registers: ((2, 2, tile_n / 8), 1, 1)
+    dp: cute.Tensor  # the same shape
+    ds_packed: cute.Tensor  # (tile_n / 4,) Int32
+    dq: cute.Tensor  # ((2, 2, width_qk / 8), 1, 1)
+    lse_log2: tuple  # of the thread's two rows
+    delta: tuple
+    factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
+    thread: Int32  # among the MMA threads
+    row_start: Int32
+    seqlens: tuple
+    bounds: tuple  # (left, right) of a window
+
+
+class QueryGradientsSm90:
+    """One Plan's kernel. Everything read here comes from the Plan."""
+
+    def __init__(self, plan: Plan, dtype: type):
+        self.tile, self.value_tile_m = dq_tile(plan), plan.tile.tile_m
+        self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
+        self.mask, self.softcap = plan.mask, plan.softcap
+        self.dtype = dtype
+        self.schedule = backward_schedule(self.tile.tile_m // ROWS_PER_WARPGROUP)
+
+    def scores_mma(self) -> cute.TiledMma:
+        """Of S and of dP: (tile_m, tile_n) from shared memory."""
+        layout, shape = (self.schedule.mma_warpgroups, 1, 1), (ROWS_PER_WARPGROUP, self.tile.tile_n)
+        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, K_MAJOR, K_MAJOR, Float32, layout, shape, SMEM)
+
+    def dq_mma(self) -> cute.TiledMma:
+        """(tile_m, width_qk), A from registers."""
+        layout, shape = (self.schedule.mma_warpgroups, 1, 1), (ROWS_PER_WARPGROUP, self.width_qk)
+        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, K_MAJOR, MN_MAJOR, Float32, layout, shape, RMEM)
+
+    @cute.jit
+    def launch(self, moved: tuple, rows: cute.Tensor, numbers: tuple, sizes: Sizes, stream):
+        """`moved`: (q, k, v, do, dq), through TMA; `rows`: see common/delta.py; `numbers`: (scale, factors)."""
+        q, k, v, do, dq = moved
+        scale, factors = numbers
+        tile, layouts = self.tile, row_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+
+        def source(op, tensor, layout, rows, width):
+            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+            box = cute.slice_(layout, (None, None, 0))
+            return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (rows, width)))
+
+        sources = Sources(
+            q=source(load, q, layouts.q, tile.tile_m, self.width_qk),
+            do=source(load, do, layouts.do, tile.tile_m, self.width_v),
+            k=source(load, k, layouts.k, tile.tile_n, self.width_qk),
+            v=source(load, v, layouts.v, tile.tile_n, self.width_v),
+            dq=source(store, dq, layouts.dq, ROWS_PER_WARPGROUP, self.width_qk),
+        )
+        count = tile_count(sizes.seqlen_q, tile.tile_m, sizes.heads_q, sizes.batch)
+        self.kernel(sources, rows, scale, factors, sizes, layouts).launch(
+            grid=(count, 1, 1), block=(self.schedule.threads, 1, 1), stream=stream
+        )
+
+    @cute.jit
+    def unit(self, sizes: Sizes) -> tuple:
+        """(work tile, its key tiles) of the CTA that asks."""
+        index, _, _ = cute.arch.block_idx()
+        tile, m_blocks = self.tile, cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
+        if cutlass.const_expr(self.mask.causal and not self.mask.left):
+            keys = cutlass.min(sizes.seqlen_k, 1 << 20)  # beyond any L2, and the product stays within 32 bits
+            kv_bytes = keys * (self.width_qk + self.width_v) * 2
+            group = sizes.heads_q // sizes.heads_kv
+            work = longest_first(index, m_blocks, sizes.heads_q, sizes.batch, kv_bytes, group)
+        else:
+            work = head_by_head(index, m_blocks, sizes.heads_q)
+        row_start = work.m_block * tile.tile_m
+        if cutlass.const_expr(self.mask.windowed):
+            bounds = (sizes.left, sizes.right)
+            tiles = window_tiles(row_start, tile, (sizes.seqlen_q, sizes.seqlen_k), bounds, self.mask)
+        else:
+            causal = self.mask.causal
+            tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, causal)
+        return work, tiles
+
+    @cute.kernel
+    def kernel(
+        self,
+        sources: Sources,
+        rows: cute.Tensor,
+        scale: Float32,
+        factors: tuple,
+        sizes: Sizes,
+        layouts: RowLayouts,
+    ):
+        tile, schedule = self.tile, self.schedule
+        storage = SmemAllocator().allocate(row_storage(layouts, tile, self.dtype))
+
+        def room(part, layout):
+            return part.get_tensor(layout.outer, swizzle=layout.inner)
+
+        s_q, s_do = room(storage.q, layouts.q), room(storage.do, layouts.do)
+        s_k, s_v = room(storage.k, layouts.k), room(storage.v, layouts.v)
+        pipes = open_rows(storage, layouts, tile.stages, self.dtype, schedule)
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        work, tiles = self.unit(sizes)
+        head_kv = work.head // (sizes.heads_q // sizes.heads_kv)
+        if warp_index < 4:
+            cute.arch.setmaxregister_decrease(schedule.load_registers)
+            if warp_index == 0:
+                copies = (
+                    tile_copy(sources.q, s_q, (tile.tile_m, self.width_qk), work.batch),
+                    tile_copy(sources.do, s_do, (tile.tile_m, self.width_v), work.batch),
+                    tile_copy(sources.k, s_k, (tile.tile_n, self.width_qk), work.batch),
+                    tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), work.batch),
+                )
+                self.load_role(pipes, copies, work, head_kv, tiles)
+        else:
+            cute.arch.setmaxregister_increase(schedule.mma_registers)
+            thread -= WARPGROUP
+            first = (warp_index // 4 - 1) * WARPGROUP
+            scores, products = self.scores_mma(), self.dq_mma()
+            part, dq_part = scores.get_slice(first), products.get_slice(first)
+            row_start = work.m_block * tile.tile_m
+            lse_log2, delta = self.row_values(rows[None, None, work.head, work.batch], row_start, thread, sizes)
+            context = MmaContext(
+                pipes=pipes,
+                q=scores.make_fragment_A(part.partition_A(s_q)),
+                do=scores.make_fragment_A(part.partition_A(s_do)),
+                k=scores.make_fragment_B(part.partition_B(s_k)),
+                v=scores.make_fragment_B(part.partition_B(s_v)),
+                k_columns=products.make_fragment_B(dq_part.partition_B(transposed(s_k))),
+                s=cute.make_rmem_tensor(part.partition_shape_C((tile.tile_m, tile.tile_n)), Float32),
+                dp=cute.make_rmem_tensor(part.partition_shape_C((tile.tile_m, tile.tile_n)), Float32),
+                ds_packed=cute.make_rmem_tensor((tile.tile_n // 4,), Int32),
+                dq=cute.make_rmem_tensor(dq_part.partition_shape_C((tile.tile_m, self.width_qk)), Float32),
+                lse_log2=lse_log2,
+                delta=delta,
+                factors=factors,
+                thread=thread,
+                row_start=row_start,
+                seqlens=(sizes.seqlen_q, sizes.seqlen_k),
+                bounds=(sizes.left, sizes.right),
+            )
+            self.mma_role(context, tiles)
+            context.dq.store(context.dq.load() * scale)
+            out = OutputRoom(room(storage.q, layouts.dq), sources.dq)
+            store_output(context.dq, out, work, thread, OutputShape(self.width_qk, schedule.mma_threads, apart=False))
+            wait_output(thread, to_all=False)
+
+    @cute.jit
+    def row_values(self, rows: cute.Tensor, row_start: Int32, thread: Int32, sizes: Sizes) -> tuple:
+        """(LSE in base 2, delta) of the thread's two rows, a pair each. rows: (2 * value_tile_m, tiles)."""
+        lse, delta = [], []
+        for r in cutlass.range_constexpr(2):
+            row = row_start + first_row(thread) + 8 * r
+            tile, within = row // self.value_tile_m, row % self.value_tile_m
+            value, shift = Float32(-NEG_INF), Float32(0.0)
+            if row < sizes.seqlen_q:
+                value = rows[within, tile]
+                shift = rows[self.value_tile_m + within, tile]
+            lse.append(value)
+            delta.append(shift)
+        return (lse[0], lse[1]), (delta[0], delta[1])
+
+    @cute.jit
+    def load_role(self, pipes: RowPipelines, copies: tuple, work, head_kv: Int32, tiles: KeyTiles):
+        q_state, do_state, k_state, v_state = row_states(pipelines.PipelineUserType.Producer, self.tile.stages)
+        q, do, k, v = copies
+        count = tiles.last - tiles.first
+        if count > 0:
+            fetch(pipes.q, q_state, q, work.m_block, work.head)
+            for step in cutlass.range(count, unroll=1):
+                at = tiles.last - 1 - step
+                fetch(pipes.k, k_state, k, at, head_kv)
+                k_state.advance()
+                if step == 0:
+                    fetch(pipes.do, do_state, do, work.m_block, work.head)
+                fetch(pipes.v, v_state, v, at, head_kv)
+                v_state.advance()
+
+    @cute.jit
+    def mma_role(self, context: MmaContext, tiles: KeyTiles):
+        pipes = context.pipes
+        q_state, do_state, k_state, v_state = row_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        context.dq.fill(0.0)
+        count = tiles.last - tiles.first
+        if count > 0:
+            wait_full(pipes.q, q_state)
+            for step in cutlass.range(count, unroll=1):
+                at = tiles.last - 1 - step
+                wait_full(pipes.k, k_state)
+                k = context.k[None, None, None, k_state.index]
+                issue(self.scores_mma(), context.s, context.q[None, None, None, 0], k, False)
+                wait_full(pipes.do, do_state)
+                wait_full(pipes.v, v_state)
+                v = context.v[None, None, None, v_state.index]
+                issue(self.scores_mma(), context.dp, context.do[None, None, None, 0], v, False)
+                warpgroup.wait_group(1)
+                self.form_weights(context, at, tiles)
+                warpgroup.wait_group(0)
+                pipes.v.consumer_release(v_state)
+                self.score_gradients(context)
+                k_columns = context.k_columns[None, None, None, k_state.index]
+                issue(self.dq_mma(), context.dq, as_operand(context.ds_packed, self.dtype), k_columns, True)
+                warpgroup.wait_group(0)
+                pipes.k.consumer_release(k_state)
+                k_state.advance()
+                v_state.advance()
+
+    @cute.jit
+    def form_weights(self, context: MmaContext, at: Int32, tiles: KeyTiles):
+        """Scores become P, or P times the slope of the softcap."""
+        scores, thread = context.s, context.thread
+        hidden = at >= tiles.unmasked
+        if cutlass.const_expr(self.mask.left):
+            hidden = hidden | (at < tiles.whole)
+        key_start = at * self.tile.tile_n
+        if hidden:
+            if cutlass.const_expr(self.mask.windowed):
+                place = (context.row_start, key_start)
+                mask_window(scores, thread, place, context.seqlens, context.bounds, self.mask, self.tile)
+            else:
+                mask_scores(scores, thread, context.row_start, key_start, context.seqlens, self.mask.causal)
+        view = rows_view(scores)
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
+                if cutlass.const_expr(self.softcap):
+                    _, view[r, c] = capped_weights(view[r, c], context.lse_log2[r], context.factors)
+                else:
+                    view[r, c] = exp2(view[r, c] * context.factors[0] - context.lse_log2[r])
+
+    @cute.jit
+    def score_gradients(self, context: MmaContext):
+        view, gradients = rows_view(context.s), rows_view(context.dp)
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
+                view[r, c] = view[r, c] * (gradients[r, c] - context.delta[r])
+        pack_fragment(context.s, context.ds_packed, self.dtype)
