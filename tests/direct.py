@@ -17,11 +17,11 @@ class Outputs(NamedTuple):
     lse: torch.Tensor
 
 
-def problem(direction: str, q, k, v, *, causal=False, window=None, softcap=None, **fields) -> Problem:
+def problem(direction: str, q, k, v, *, causal=False, window=None, softcap=None, device=None, **fields) -> Problem:
     options = request.spell(causal, window, softcap)
     return Problem(
         direction=direction,
-        device=describe(q.device),
+        device=device or describe(q.device),
         dtype=str(q.dtype).removeprefix("torch."),
         head_dim=q.shape[-1],
         head_dim_v=v.shape[-1],
@@ -56,10 +56,16 @@ def forward(backend, q, k, v, *, scale=None, tile=None, **options) -> Outputs:
     return Outputs(out, lse)
 
 
-def backward(backend, dout, q, k, v, outputs: Outputs, dlse=None, *, scale=None, tile=None, **options):
-    """dQ, dK, dV, written into memory that was NaN before."""
+def backward(backend, dout, q, k, v, outputs: Outputs, dlse=None, *, scale=None, tile=None, device=None, **options):
+    """dQ, dK, dV, written into memory that was NaN before. `device`: the one to plan for, where it is not q's."""
     grads = [torch.full(x.shape, math.nan, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    wanted = problem(BACKWARD, q, k, v, lse_grad=dlse is not None, **options)
-    kernel = backend.build(plan(backend, wanted, tile))
-    kernel(dout, q, k, v, outputs.out, outputs.lse, dlse, *grads, *numbers(q, scale, **options))
+    deterministic = options.pop("deterministic", False)
+    wanted = problem(
+        BACKWARD, q, k, v, lse_grad=dlse is not None, device=device, deterministic=deterministic, **options
+    )
+    chosen = plan(backend, wanted, tile)
+    kernel, scratch = backend.build(chosen), backend.scratch(chosen)
+    batch, seqlen_q, heads_q, _ = q.shape
+    memory = [] if scratch is None else [q.new_full((scratch.elements(batch, heads_q, seqlen_q),), math.nan).float()]
+    kernel(dout, q, k, v, outputs.out, outputs.lse, dlse, *grads, *numbers(q, scale, **options), *memory)
     return grads

@@ -18,6 +18,7 @@ from cute_flash.spec.plan import Plan
 
 from ..common import convert, delta
 from ..common.numeric import LOG2_E
+from .grad.entry import BoundedEntry, PlainEntry
 from .grad.epilogue import GradientRoom, add_dq, hand_over_dq, store_rows
 from .grad.load import Feed, load_role, tile_copy
 from .grad.mask import mask_transposed
@@ -66,7 +67,7 @@ class MmaContext(NamedTuple):
     bounds: tuple  # (left, right) of a window
 
 
-class BackwardSm90:
+class BackwardSm90(PlainEntry):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
     def __init__(self, plan: Plan, dtype: type):
@@ -79,30 +80,10 @@ class BackwardSm90:
         self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, dtype)
 
     @cute.jit
-    def __call__(
-        self,
-        do: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
-        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
-        k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v)
-        o: cute.Tensor,  # as do
-        lse: cute.Tensor,  # (batch, heads_q, seqlen_q)
-        dlse: cute.Tensor | None,
-        dq: cute.Tensor,  # as q
-        dk: cute.Tensor,  # as k
-        dv: cute.Tensor,  # as v
-        scale: Float32,
-        memory: cute.Tensor,  # scratch, float32
-        stream,
-    ):
-        self.launch((q, k, v, do, dk, dv), (o, lse, dlse, dq), (scale, None, None, None), memory, stream)
-
-    @cute.jit
-    def launch(self, moved: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
-        """Three kernels. `moved`: through TMA; `numbers`: (scale, left, right, softcap), the last three None in a plain
-        Plan."""
-        q, k, v, do, dk, dv = moved
-        o, lse, dlse, dq = others
+    def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
+        """Three kernels; see grad/entry.py."""
+        q, k, v, do, dq, dk, dv = tensors
+        o, lse, dlse = others
         scale, left, right, softcap = numbers
         tile, layouts = self.tile, backward_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -315,27 +296,5 @@ class BackwardSm90:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-class BoundedBackwardSm90(BackwardSm90):
-    """The same kernel for Plans that are not plain: a window's bounds and a softcap arrive beside the scale."""
-
-    @cute.jit
-    def __call__(
-        self,
-        do: cute.Tensor,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor,
-        dlse: cute.Tensor | None,
-        dq: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        scale: Float32,
-        left: Int32,
-        right: Int32,
-        softcap: Float32,
-        memory: cute.Tensor,
-        stream,
-    ):
-        self.launch((q, k, v, do, dk, dv), (o, lse, dlse, dq), (scale, left, right, softcap), memory, stream)
+class BoundedBackwardSm90(BoundedEntry, BackwardSm90):
+    """For a Plan that is not plain."""

@@ -62,7 +62,7 @@ EXCEPTIONS: dict[str, str] = {
     "floors arch/sm100/epilogue.py cute_flash.arch.sm100.load": "TMA descriptor and tensor: one bundle both ways",
     "floors arch/sm90/grad/epilogue.py cute_flash.arch.sm90.epilogue": "registers leave as the forward's do",
     "floors arch/sm90/grad/mask.py cute_flash.arch.sm90.mma": "which row and column a register holds is mma's fact",
-    "parameters arch/sm90/backward.py __call__": "the contract's operands, from which TVM-FFI's signature is derived",
+    "parameters arch/sm90/grad/entry.py __call__": "the contract's operands, from which TVM-FFI's signature is derived",
     "parameters arch/triton/forward.py attention_forward": "an integer in a tuple would be compiled in",
     "parameters arch/triton/backward.py attention_backward_dq": "an integer in a tuple would be compiled in",
     "parameters arch/triton/backward.py attention_backward_dkdv": "an integer in a tuple would be compiled in",

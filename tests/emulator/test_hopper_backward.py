@@ -1,0 +1,139 @@
+"""Our Hopper backward, emulated, against float64: tile edges, masks, groups, lengths, head dims, windows, softcaps.
+
+Every run: half of the cases, late, under one of three seeds, rotating by day. scripts/test --all: each under every seed,
+and in the other modes too.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import cute_flash
+from cute_flash.arch.sm90.backend import BACKEND
+from cute_flash.spec import settings
+from cute_flash.spec.device import ARCHES, imagined
+
+from .. import direct, oracle
+from ..cases import Case, make_inputs
+from ..runner import ALLOWED_RATIO, HALF_ULP
+from .hopper import ARCH, Schedule, turn
+
+SCHEDULES = tuple(
+    Schedule(mode, scheduler, seed)
+    for mode in ("late", "eager", "random")
+    for seed, scheduler in ((1, "random"), (2, "random"), (3, "priority"))
+)
+EVERY_DAY = SCHEDULES[:3]
+NAMES = ("dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Cell:
+    case: Case
+    lse_grad: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.case}{'-dlse' if self.lse_grad else ''}"
+
+
+def cell(dims, lengths, heads=(1, 1), **fields) -> Cell:
+    dims = dims if isinstance(dims, tuple) else (dims, dims)
+    batch, lse_grad = fields.pop("batch", 1), fields.pop("lse_grad", False)
+    return Cell(Case(batch, *lengths, *heads, *dims, **fields), lse_grad)
+
+
+# Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 up to 128, 64 x 64 and 128 x 64 beyond.
+CELLS = (
+    cell(64, (130, 257)),  # two query tiles, three key tiles, one key in the last
+    cell(64, (193, 193), causal=True, heads=(2, 1)),
+    cell(64, (200, 70), causal=True),  # 130 rows see no key, a query tile of them whole
+    cell(40, (65, 129), heads=(3, 1), dtype="float16"),
+    cell(64, (129, 300), window=(40, 17)),
+    cell(64, (100, 130), softcap=3.0, causal=True, lse_grad=True),
+    cell(128, (65, 129), batch=2),
+    cell(128, (193, 193), causal=True),
+    cell(128, (70, 300), causal=True, heads=(4, 2)),
+    cell(128, (150, 64), causal=True, lse_grad=True),
+    cell(72, (129, 63), layout="heads_first"),
+    cell((64, 128), (65, 191)),
+    cell(128, (129, 200), window=(64, None), softcap=20.0),
+    cell(256, (65, 65), causal=True),
+    cell(256, (129, 63), heads=(2, 1)),
+    cell((192, 128), (127, 130), causal=True, heads=(2, 1)),
+    cell(192, (64, 129), window=(None, 20)),
+    cell((40, 136), (70, 70), softcap=5.0, lse_grad=True),
+)
+
+
+def schedules():
+    """Every cell under every schedule; those whose turn it is not are slow."""
+    cells = []
+    for index, each in enumerate(CELLS):
+        for schedule in SCHEDULES:
+            due = (index + turn()) % 2 == 0 and schedule == EVERY_DAY[(index + turn()) // 2 % len(EVERY_DAY)]
+            marks = [] if due else [pytest.mark.slow]
+            cells.append(pytest.param(each, schedule, id=f"{each}-{schedule}", marks=marks))
+    return cells
+
+
+def test_at_least_twelve_shapes():
+    assert len(set(CELLS)) == len(CELLS) >= 12
+
+
+class Compiled:
+    """The backend, but a plan is compiled once."""
+
+    scratch = staticmethod(BACKEND.scratch)
+    refuse = staticmethod(BACKEND.refuse)
+    plan = staticmethod(BACKEND.plan)
+    build = staticmethod(functools.cache(BACKEND.build))
+
+
+def gradients(each: Cell, schedule: Schedule):
+    """(dQ, dK, dV) of the Hopper kernels, given the exact output and LSE; (inputs, dLSE) beside them."""
+    case, inputs = each.case, make_inputs(each.case)
+    options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    exact = oracle.forward(*inputs.qkv, **options)
+    outputs = direct.Outputs(exact.out.to(case.torch_dtype), exact.lse.float())
+    dlse = torch.randn(outputs.lse.shape) if each.lse_grad else None
+    with settings.override(cache_dir=None, backend=None), cute_flash.emulate(ARCH, strict_exit=True, **schedule.knobs):
+        found = direct.backward(
+            Compiled, inputs.dout, *inputs.qkv, outputs, dlse, device=imagined(ARCHES[ARCH], "emulated"), **options
+        )
+    return found, inputs, dlse
+
+
+@pytest.mark.parametrize("each, schedule", schedules())
+def test_right_under_every_schedule(each: Cell, schedule: Schedule):
+    case = each.case
+    found, inputs, dlse = gradients(each, schedule)
+    options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    exact = oracle.backward(*inputs.qkv, inputs.dout, dlse, **options)
+    plain = oracle.plain_16bit_backward(*inputs.qkv, inputs.dout, **options)
+    base = oracle.backward(*inputs.qkv, inputs.dout, **options) if each.lse_grad else exact
+    for name, value, right, yardstick, without in zip(NAMES, found, exact, plain, base, strict=True):
+        # with a gradient through LSE: that of the yardstick, which has none, and a rounding each of dS and the result
+        limit = ALLOWED_RATIO * oracle.relative_error(yardstick, without)
+        floor = 2 * HALF_ULP[case.torch_dtype] if each.lse_grad else 0.0
+        assert oracle.relative_error(value, right) <= max(limit, floor), name
+
+
+def test_rows_past_the_end_touch_nothing():
+    """Values beyond the tensors' true columns and rows are neither read into a result nor written."""
+    case = Case(1, 65, 70, 1, 1, 64, 64)
+    wide = torch.full((3, 1, 80, 1, 64), math.nan, dtype=torch.bfloat16)
+    inputs = make_inputs(case)
+    exact = oracle.forward(*inputs.qkv)
+    outputs = direct.Outputs(exact.out.bfloat16(), exact.lse.float())
+    operands = [inputs.dout, *inputs.qkv]
+    for buffer, index in ((wide[0], 1), (wide[1], 2), (wide[2], 3)):
+        rows = operands[index].shape[1]
+        buffer[:, :rows] = operands[index]
+        operands[index] = buffer[:, :rows]
+    with settings.override(cache_dir=None, backend=None), cute_flash.emulate(ARCH, mode="late", seed=1):
+        found = direct.backward(Compiled, *operands, outputs, device=imagined(ARCHES[ARCH], "emulated"))
+    for value, right in zip(found, oracle.backward(*inputs.qkv, inputs.dout), strict=True):
+        assert oracle.relative_error(value, right) < 4e-3
