@@ -1,7 +1,7 @@
 """Our Hopper backward, emulated, against float64: tile edges, masks, groups, lengths, head dims, windows, softcaps.
 
-Every run: half of the cases, late, under one of three seeds, rotating by day. scripts/test --all: each under every seed,
-and in the other modes too.
+Every run: half of the cases, late, under one of three seeds, rotating by day. scripts/test --all: each under every
+seed, and in the other modes too.
 """
 
 import functools

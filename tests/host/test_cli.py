@@ -140,7 +140,7 @@ def test_warmup_counts_the_multiprocessors_of_the_gpu_it_compiles_for(simulated)
 
     def counts(*more):
         plans, _ = cli._variants(cli.parser().parse_args(["warmup", *more]))
-        return {plan.ctas for plan in plans}
+        return {plan.ctas for plan in plans if plan.direction == "forward"}  # a backward is not persistent
 
     assert counts() == {132} and counts("--sms", "114") == {114}
     here = simulated((9, 0), sm_count=78)

@@ -7,11 +7,18 @@ import pytest
 
 from cute_flash.arch.sm90.backend import BACKEND
 from cute_flash.arch.sm90.schedule import BUDGETS, WARPGROUP
-from cute_flash.arch.sm90.tiles import SMEM_LIMIT, forward_smem_bytes, forward_tile, o_apart, width
+from cute_flash.arch.sm90.tiles import (
+    SMEM_LIMIT,
+    backward_candidates,
+    forward_smem_bytes,
+    forward_tile,
+    o_apart,
+    width,
+)
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import CAUSAL, FULL, Mask
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import FORWARD, Problem
+from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 
 HOPPER = Device("cuda", 0, "imagined", (9, 0), 132)
 REGISTER_FILE = 65_536
@@ -60,13 +67,43 @@ VARIANTS = itertools.product(PAIRS, (False, True), ("bfloat16", "float16"), (Fal
 EVERY = list(dict.fromkeys(plan(*each) for each in VARIANTS))
 
 
-@pytest.mark.parametrize("chosen", [*COMMON, BACKEND.split(COMMON[0]), *BOUNDED], ids=str)
+def backward(
+    head_dims: tuple[int, int], mask: Mask, *features: str, dtype: str = "bfloat16", lse_grad: bool = False
+) -> Plan:
+    options = {"mask": mask, "lse": True, "lse_grad": lse_grad, "features": frozenset(features)}
+    return BACKEND.plan(Problem(BACKWARD, HOPPER, dtype, *head_dims, heads_q=8, heads_kv=2, **options))
+
+
+COMMON_BACKWARD = [
+    backward((128, 128), CAUSAL),
+    backward((64, 64), FULL),
+    backward((256, 256), CAUSAL),
+    backward((64, 64), Mask(left=True, right=True, causal=True), "softcap"),
+]
+EVERY_BACKWARD = list(
+    dict.fromkeys(
+        candidate
+        for dims, mask, features, (dtype, lse_grad) in itertools.product(
+            [*PAIRS, (64, 128), (128, 64), (32, 128)],
+            (FULL, CAUSAL, WINDOW),
+            ((), ("softcap",)),
+            (("bfloat16", False), ("float16", True)),
+        )
+        for chosen in [backward(dims, mask, *features, dtype=dtype, lse_grad=lse_grad)]
+        for candidate in (chosen, *backward_candidates(chosen))
+    )
+)
+
+
+@pytest.mark.parametrize("chosen", [*COMMON, BACKEND.split(COMMON[0]), *BOUNDED, *COMMON_BACKWARD], ids=str)
 def test_common_plans_compile_without_spills(chosen, capfd, record_property):
     compile_and_report(BACKEND, chosen, capfd, record_property)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen", [*EVERY, *(BACKEND.split(each) for each in EVERY), *EVERY_BOUNDED], ids=str)
+@pytest.mark.parametrize(
+    "chosen", [*EVERY, *(BACKEND.split(each) for each in EVERY), *EVERY_BOUNDED, *EVERY_BACKWARD], ids=str
+)
 def test_every_plan_compiles_without_spills(chosen, capfd, record_property):
     compile_and_report(BACKEND, chosen, capfd, record_property)
 
