@@ -21,10 +21,11 @@ class Scratch(NamedTuple):
 
     dq: cute.Tensor | None  # (tile_m * width_qk, query tiles, heads_q, batch): sums, see convert.py; None for width 0
     rows: cute.Tensor  # (2 * tile_m, query tiles, heads_q, batch): LSE in base 2 of a tile's rows, then their delta
+    turns: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: how often a part of dQ was added to
 
 
-def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int) -> Scratch:
-    """`shape`: (query tiles, heads_q, batch)."""
+def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, parts: int = 0) -> Scratch:
+    """`shape`: (query tiles, heads_q, batch); `parts` of dQ are added to in turn, 0: in any order."""
     tiles, heads, batch = shape
     row_tiles = Int64(tiles) * heads
 
@@ -36,7 +37,11 @@ def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int) ->
         return Scratch(None, part(memory.iterator, 2 * tile_m))
     dq_size = tile_m * width_qk
     after = memory.iterator + dq_size * row_tiles * batch
-    return Scratch(part(memory.iterator, dq_size), part(after.align(16), 2 * tile_m))
+    dq, rows = part(memory.iterator, dq_size), part(after.align(16), 2 * tile_m)
+    if parts == 0:
+        return Scratch(dq, rows)
+    last = after + 2 * tile_m * row_tiles * batch
+    return Scratch(dq, rows, part(cute.recast_ptr(last, dtype=Int32), parts))
 
 
 def _lanes(width: int) -> int:
@@ -72,6 +77,10 @@ def prepare_kernel(
         vectors = cute.make_tensor(sums.iterator.align(16), cute.make_layout((4, cute.size(sums) // 4)))
         for i in cutlass.range(thread, cute.size(sums) // 4, THREADS, unroll=4):
             cute.autovec_copy(zeros, vectors[None, i])
+    if cutlass.const_expr(scratch.turns is not None):
+        turns = scratch.turns[None, tile, head, batch]
+        if thread < cute.size(turns):
+            turns[thread] = Int32(0)
     values = scratch.rows[None, tile, head, batch]
     lanes = _lanes(width_v)
     do_rows, o_rows = do[batch, None, head, None], o[batch, None, head, None]

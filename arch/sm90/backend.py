@@ -44,6 +44,7 @@ class Sm90Backend:
             mask=problem.mask,
             lse=problem.lse,
             lse_grad=problem.lse_grad,
+            deterministic=backward and (problem.deterministic or not tiles.fused_backward(*dims)),
             softcap=softcap,
             ctas=0 if backward else problem.device.sm_count,
             tile=tile,

@@ -33,11 +33,11 @@ from .grad.pipeline import (
     backward_states,
     open_backward,
 )
-from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Sizes, Unit, backward_schedule, unit_of
+from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Sizes, Unit, backward_schedule, first_key_tile, unit_of
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .tiles import AHEAD
+from .tiles import AHEAD, dq_width
 
 
 class Sources(NamedTuple):
@@ -76,8 +76,9 @@ class BackwardSm90(PlainEntry):
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype = dtype
         self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
-        self.ahead = AHEAD in plan.variant
-        self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, dtype)
+        self.ahead, self.deterministic = AHEAD in plan.variant, plan.deterministic
+        self.width_dq = dq_width(plan.head_dim, plan.tile)
+        self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype)
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
@@ -85,7 +86,8 @@ class BackwardSm90(PlainEntry):
         q, k, v, do, dq, dk, dv = tensors
         o, lse, dlse = others
         scale, left, right, softcap = numbers
-        tile, layouts = self.tile, backward_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
+        tile, widths = self.tile, (self.width_qk, self.width_v, self.width_dq)
+        layouts = backward_layouts(tile, widths, self.mmas.dq_columns, self.dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
         def source(op, tensor, layout, rows, width):
@@ -95,7 +97,7 @@ class BackwardSm90(PlainEntry):
 
         sources = Sources(
             q=source(load, q, layouts.q, tile.tile_m, self.width_qk),
-            k=source(load, k, layouts.k, tile.tile_n, self.width_qk),
+            k=source(load, k, layouts.k, tile.tile_n, self.width_dq),
             v=source(load, v, layouts.v, tile.tile_n, self.width_v),
             do=source(load, do, layouts.do, tile.tile_m, self.width_v),
             dk=source(store, dk, layouts.dk, ROWS_PER_WARPGROUP, self.width_qk),
@@ -103,8 +105,9 @@ class BackwardSm90(PlainEntry):
         )
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
-        scratch = delta.scratch_of(memory, (row_blocks, sizes.heads_q, sizes.batch), tile.tile_m, self.width_qk)
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
+        parts = self.schedule.mma_warpgroups if self.deterministic else 0
+        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts)
         delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v).launch(
             grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
         )
@@ -115,7 +118,7 @@ class BackwardSm90(PlainEntry):
         self.kernel(sources, scratch, scale, factors, sizes, layouts).launch(
             grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1), block=(self.schedule.threads, 1, 1), stream=stream
         )
-        shape = (tile.tile_m, self.width_qk, self.mmas.dq_columns)
+        shape = (tile.tile_m, self.width_dq, self.mmas.dq_columns)
         convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
             grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream
         )
@@ -131,7 +134,7 @@ class BackwardSm90(PlainEntry):
         layouts: BackwardLayouts,
     ):
         tile, schedule = self.tile, self.schedule
-        storage = SmemAllocator().allocate(backward_storage(layouts, tile, self.width_qk, self.dtype))
+        storage = SmemAllocator().allocate(backward_storage(layouts, tile, self.width_dq, self.dtype))
 
         def room(part, layout):
             return part.get_tensor(layout.outer, swizzle=layout.inner)
@@ -151,7 +154,7 @@ class BackwardSm90(PlainEntry):
             if warp_index == LOAD_WARP:
                 boxes = (tile.tile_m, self.width_qk), (tile.tile_m, self.width_v)
                 feed = Feed(
-                    k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_qk), unit.batch),
+                    k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_dq), unit.batch),
                     v=tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), unit.batch),
                     q=tile_copy(sources.q, s_q, boxes[0], unit.batch),
                     do=tile_copy(sources.do, s_do, boxes[1], unit.batch),
@@ -160,7 +163,7 @@ class BackwardSm90(PlainEntry):
                 )
                 load_role(pipes, feed, unit, tile.stages)
             elif warp_index < FIRST_ADD_WARP + schedule.mma_warpgroups:
-                self.add_role(s_dq, scratch.dq[None, None, None, unit.batch], unit, warp_index - FIRST_ADD_WARP)
+                self.add_role(s_dq, scratch, unit, warp_index - FIRST_ADD_WARP, sizes)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             context = MmaContext(
@@ -184,17 +187,20 @@ class BackwardSm90(PlainEntry):
             self.leave(context.acc, rooms, unit, thread - WARPGROUP, scale)
 
     @cute.jit
-    def add_role(self, s_dq: cute.Tensor, sums: cute.Tensor, unit: Unit, group: Int32):
-        """sums: (tile_m * width_qk, query tiles, heads_q) of a batch entry."""
+    def add_role(self, s_dq: cute.Tensor, scratch: delta.Scratch, unit: Unit, group: Int32, sizes: Sizes):
         tiles = unit.tiles
         if tiles.count > 0:
             cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
         for member in cutlass.range(unit.group, unroll=1):
             for step in cutlass.range(tiles.count, unroll=1):
-                whole = sums[None, tiles.first + step, unit.head_first + member]
-                parts = cute.make_tensor(whole.iterator, s_dq.layout)
+                at, head = tiles.first + step, unit.head_first + member
+                parts = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
                 more = (member + 1 < unit.group) | (step + 1 < tiles.count)
-                add_dq(s_dq, parts, group, more)
+                order = (None, 0)
+                if cutlass.const_expr(self.deterministic):
+                    first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
+                    order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
+                add_dq(s_dq, parts, group, more, order)
 
     @cute.jit
     def mma_role(self, context: MmaContext, unit: Unit):

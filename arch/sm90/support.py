@@ -1,10 +1,9 @@
 """What the Hopper kernels can do: one sentence per limit, with the number."""
 
 from cute_flash.spec.device import Device
-from cute_flash.spec.problem import BACKWARD, Problem
+from cute_flash.spec.problem import Problem
 
 from ..common.support import refuse_call
-from .tiles import fused_backward
 
 CAPABILITY = (9, 0)
 FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
@@ -21,13 +20,4 @@ def refuse(problem: Problem) -> tuple[str, ...]:
     if not native(device):
         major, minor = device.capability
         return (f"runs on compute capability 9.0 (wgmma), this GPU has {major}.{minor}",)
-    return refuse_call(problem, FEATURES) or _refuse_backward(problem)
-
-
-def _refuse_backward(problem: Problem) -> tuple[str, ...]:
-    if problem.direction != BACKWARD:
-        return ()
-    fused = fused_backward(problem.head_dim, problem.head_dim_v)
-    return (
-        ("not built yet: a deterministic backward at head dims up to 128",) if fused and problem.deterministic else ()
-    )
+    return refuse_call(problem, FEATURES)

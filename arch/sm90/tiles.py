@@ -144,11 +144,9 @@ def _halved(head_dim: int) -> int:
 
 
 def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The tiled head dims. Two warpgroups share the columns of dQ where a tile has 64 rows, and of dK and dV where the
-    kernels are apart."""
+    """The tiled head dims. Where the kernels are apart, two warpgroups share the columns of dK and dV."""
     if fused_backward(head_dim, head_dim_v):
-        widths = width(head_dim), width(head_dim_v)
-        return (128 if widths[0] == 96 else widths[0]), widths[1]
+        return width(head_dim), width(head_dim_v)
     return _halved(head_dim), _halved(head_dim_v)
 
 
@@ -160,6 +158,11 @@ def backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
     if not fused_backward(head_dim, head_dim_v):
         return Tile(64, 64, stages=2)
     return Tile(128 if width_qk + width_v <= 128 else 64, 128, stages=2)
+
+
+def dq_width(width_qk: int, tile: Tile) -> int:
+    """Of K and dQ in the fused kernel: two warpgroups share the columns of dQ where a tile has 64 rows."""
+    return _halved(width_qk) if tile.tile_m == 64 else width_qk
 
 
 def dq_tile(plan: Plan) -> Tile:
@@ -183,7 +186,11 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:
-    """dQ while it is summed, where it is, then LSE and delta of every row."""
+    """dQ while it is summed, where it is, then LSE and delta of every row; if in turn, a counter for both parts of a
+    tile."""
     if plan.tile is None:
         raise ValueError(f"a plan without a tile has no scratch: {plan}")
-    return ScratchRule(plan.tile.tile_m, 2 if plan.variant == APART else plan.head_dim + 2)
+    if plan.variant == APART:
+        return ScratchRule(plan.tile.tile_m, 2)
+    width_dq = dq_width(plan.head_dim, plan.tile)
+    return ScratchRule(plan.tile.tile_m, width_dq + 2, 2 if plan.deterministic else 0)

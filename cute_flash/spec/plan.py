@@ -50,5 +50,6 @@ class Plan:
         words += ["softcap"] if self.softcap else []
         words += ["lse"] if self.lse and self.direction == "forward" else []
         words += ["dlse"] if self.lse_grad else []
+        words += ["deterministic"] if self.deterministic and self.direction == "backward" else []
         words += [self.variant] if self.variant else []
         return " ".join(w for w in words if w)

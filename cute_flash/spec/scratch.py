@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ScratchRule:
-    """float32 elements for a call: so many a query row, rows counted in whole tiles."""
+    """float32 elements for a call: so many a query row, rows counted in whole tiles, and so many a tile."""
 
     tile_m: int
     floats_per_row: int
+    floats_per_tile: int = 0
 
     def elements(self, batch: int, heads_q: int, seqlen_q: int) -> int:
-        return batch * heads_q * -(-seqlen_q // self.tile_m) * self.tile_m * self.floats_per_row
+        tiles = batch * heads_q * -(-seqlen_q // self.tile_m)
+        return tiles * (self.tile_m * self.floats_per_row + self.floats_per_tile)

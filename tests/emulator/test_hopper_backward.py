@@ -34,15 +34,17 @@ NAMES = ("dq", "dk", "dv")
 class Cell:
     case: Case
     lse_grad: bool = False
+    deterministic: bool = False
 
     def __str__(self) -> str:
-        return f"{self.case}{'-dlse' if self.lse_grad else ''}"
+        words = [str(self.case)] + ["dlse"] * self.lse_grad + ["deterministic"] * self.deterministic
+        return "-".join(words)
 
 
 def cell(dims, lengths, heads=(1, 1), **fields) -> Cell:
     dims = dims if isinstance(dims, tuple) else (dims, dims)
-    batch, lse_grad = fields.pop("batch", 1), fields.pop("lse_grad", False)
-    return Cell(Case(batch, *lengths, *heads, *dims, **fields), lse_grad)
+    batch, more = fields.pop("batch", 1), (fields.pop("lse_grad", False), fields.pop("deterministic", False))
+    return Cell(Case(batch, *lengths, *heads, *dims, **fields), *more)
 
 
 # Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 up to 128, 64 x 64 and 128 x 64 beyond.
@@ -60,6 +62,10 @@ CELLS = (
     cell(72, (129, 63), layout="heads_first"),
     cell((64, 128), (65, 191)),
     cell(128, (129, 200), window=(64, None), softcap=20.0),
+    cell(96, (65, 129)),
+    cell((96, 64), (129, 100), causal=True, heads=(2, 1)),
+    cell(64, (300, 400), window=(70, 30), deterministic=True),  # a query tile's first key tile is not 0
+    cell(128, (129, 300), heads=(2, 1), deterministic=True),
     cell(256, (65, 65), causal=True),
     cell(256, (129, 63), heads=(2, 1)),
     cell((192, 128), (127, 130), causal=True, heads=(2, 1)),
@@ -101,7 +107,14 @@ def gradients(each: Cell, schedule: Schedule):
     dlse = torch.randn(outputs.lse.shape) if each.lse_grad else None
     with settings.override(cache_dir=None, backend=None), cute_flash.emulate(ARCH, strict_exit=True, **schedule.knobs):
         found = direct.backward(
-            Compiled, inputs.dout, *inputs.qkv, outputs, dlse, device=imagined(ARCHES[ARCH], "emulated"), **options
+            Compiled,
+            inputs.dout,
+            *inputs.qkv,
+            outputs,
+            dlse,
+            device=imagined(ARCHES[ARCH], "emulated"),
+            deterministic=each.deterministic,
+            **options,
         )
     return found, inputs, dlse
 
@@ -119,6 +132,14 @@ def test_right_under_every_schedule(each: Cell, schedule: Schedule):
         limit = ALLOWED_RATIO * oracle.relative_error(yardstick, without)
         floor = 2 * HALF_ULP[case.torch_dtype] if each.lse_grad else 0.0
         assert oracle.relative_error(value, right) <= max(limit, floor), name
+
+
+def test_deterministic_gradients_are_the_same_under_every_schedule():
+    """dQ is summed in the order of the key tiles, whoever comes first."""
+    each = cell(64, (129, 513), deterministic=True)  # five key tiles
+    first, *others = (gradients(each, schedule)[0] for schedule in EVERY_DAY)
+    for found in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
 
 
 def test_rows_past_the_end_touch_nothing():

@@ -76,12 +76,39 @@ def hand_over_dq(dq: cute.Tensor, parts: cute.Tensor, thread: Int32):
 
 
 @cute.jit
-def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, more: bool):
+def _wait_for(turns: cute.Tensor, group: Int32, turn: Int32):
+    """Until a part of dQ was added to `turn` times. CTAs of lower index come first: they have started before."""
+    address = (turns.iterator + group).toint()
+    seen = Int32(-1)
+    while seen != turn:
+        seen = cute.arch.inline_ptx(
+            "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+        )
+    cute.arch.inline_ptx("fence.proxy.async.global;")
+
+
+@cute.jit
+def _pass_on(turns: cute.Tensor, group: Int32):
+    """The addition is complete, not only read from shared memory."""
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+    cute.arch.inline_ptx("fence.proxy.async.global;")
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[(turns.iterator + group).toint()]
+        )
+
+
+@cute.jit
+def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, more: bool, order: tuple):
     """One warp: waits for a part of dQ, adds it to global memory and, if `more` follow, gives the room back.
 
-    parts: (elements, warpgroups) in shared memory, sums: the same tile in global memory.
+    parts: (elements, warpgroups) in shared memory, sums: the same tile in global memory. `order`: (turns, turn) where
+    CTAs add in turn, see common/delta.py, else (None, 0).
     """
+    turns, turn = order
     cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=DQ_THREADS)
+    if cutlass.const_expr(turns is not None):
+        _wait_for(turns, group, turn)
     size = cute.size(parts, mode=[0])
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
@@ -96,3 +123,5 @@ def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, more: bool):
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     if more:
         cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
+    if cutlass.const_expr(turns is not None):
+        _pass_on(turns, group)

@@ -1,6 +1,6 @@
 """WHERE: the shared memory of a backward CTA, and the scratch in global memory.
 
-sK      (tile_n, width_qk)             later dK, (64, width_qk, warpgroups)
+sK      (tile_n, width_dq)             later dK, (64, width_qk, warpgroups)
 sV      (tile_n, width_v)              later dV, (64, width_v, warpgroups)
 sQ      (tile_m, width_qk, stages)     ring
 sdO     (tile_m, width_v, stages)      ring
@@ -35,6 +35,14 @@ class TmaSource(NamedTuple):
     tensor: cute.Tensor
 
 
+def row_layout(rows: int, width: int, columns: int, slots: int, dtype: type) -> cute.ComposedLayout:
+    """(rows, width, slots), columns contiguous, of which a warpgroup multiplies `columns`: whole swizzle atoms, of 64
+    elements where that divides them, else of 32."""
+    kind = warpgroup.SmemLayoutAtomKind.K_SW64 if columns % 64 else warpgroup.SmemLayoutAtomKind.K_SW128
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (rows, width, slots), order=(0, 1, 2))
+
+
 class BackwardLayouts(NamedTuple):
     k: cute.ComposedLayout
     v: cute.ComposedLayout
@@ -45,22 +53,22 @@ class BackwardLayouts(NamedTuple):
     dv: cute.ComposedLayout
 
 
-def backward_layouts(tile: Tile, width_qk: int, width_v: int, dtype: type) -> BackwardLayouts:
-    keys_queries = (tile.tile_n, tile.tile_m)
-    warpgroups = tile.tile_n // ROWS_PER_WARPGROUP
-    rows, columns = LayoutEnum.ROW_MAJOR, LayoutEnum.COL_MAJOR
+def backward_layouts(tile: Tile, widths: tuple[int, int, int], dq_columns: int, dtype: type) -> BackwardLayouts:
+    """`widths`: (width_qk, width_v, width_dq); dq_columns: of a warpgroup's part of dQ."""
+    width_qk, width_v, width_dq = widths
+    warpgroups, rows = tile.tile_n // ROWS_PER_WARPGROUP, LayoutEnum.ROW_MAJOR
     return BackwardLayouts(
-        k=hopper.make_smem_layout_a(rows, (*keys_queries, width_qk), dtype, 1),
-        v=hopper.make_smem_layout_a(rows, (*keys_queries, width_v), dtype, 1),
-        q=hopper.make_smem_layout_b(rows, (*keys_queries, width_qk), dtype, tile.stages),
-        do=hopper.make_smem_layout_b(rows, (*keys_queries, width_v), dtype, tile.stages),
-        ds=hopper.make_smem_layout_a(columns, (tile.tile_m, width_qk, tile.tile_n), dtype, DS_SLOTS),
+        k=row_layout(tile.tile_n, width_dq, dq_columns, 1, dtype),
+        v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
+        q=row_layout(tile.tile_m, width_qk, width_qk, tile.stages, dtype),
+        do=row_layout(tile.tile_m, width_v, width_v, tile.stages, dtype),
+        ds=hopper.make_smem_layout_a(LayoutEnum.COL_MAJOR, (tile.tile_m, width_dq, tile.tile_n), dtype, DS_SLOTS),
         dk=hopper.make_smem_layout_epi(dtype, rows, (ROWS_PER_WARPGROUP, width_qk), warpgroups),
         dv=hopper.make_smem_layout_epi(dtype, rows, (ROWS_PER_WARPGROUP, width_v), warpgroups),
     )
 
 
-def backward_storage(layouts: BackwardLayouts, tile: Tile, width_qk: int, dtype: type) -> type:
+def backward_storage(layouts: BackwardLayouts, tile: Tile, width_dq: int, dtype: type) -> type:
     def room(*several: cute.ComposedLayout):
         elements = max(cute.cosize(layout) for layout in several)
         return cute.struct.Align[cute.struct.MemRange[dtype, elements], SWIZZLE_ALIGN]
@@ -79,18 +87,10 @@ def backward_storage(layouts: BackwardLayouts, tile: Tile, width_qk: int, dtype:
         q: room(layouts.q)
         do: room(layouts.do)
         ds: room(layouts.ds)
-        dq: floats(tile.tile_m * width_qk)
+        dq: floats(tile.tile_m * width_dq)
         rows: floats(2 * tile.tile_m * tile.stages)
 
     return Storage
-
-
-def row_layout(rows: int, width: int, columns: int, slots: int, dtype: type) -> cute.ComposedLayout:
-    """(rows, width, slots), columns contiguous, of which a warpgroup multiplies `columns`: whole swizzle atoms, of 64
-    elements where that divides them, else of 32."""
-    kind = warpgroup.SmemLayoutAtomKind.K_SW64 if columns % 64 else warpgroup.SmemLayoutAtomKind.K_SW128
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    return cute.tile_to_shape(atom, (rows, width, slots), order=(0, 1, 2))
 
 
 class WideLayouts(NamedTuple):

@@ -30,6 +30,7 @@ class BackwardMmas:
     tile: Tile
     width_qk: int
     width_v: int
+    width_dq: int  # of K and dQ: see tiles.dq_width
     dtype: type
 
     @property
@@ -43,7 +44,7 @@ class BackwardMmas:
     @property
     def dq_columns(self) -> int:
         """Of one warpgroup's part of dQ, which has 64 rows."""
-        return self.width_qk if self.dq_by_rows else self.width_qk // self.warpgroups
+        return self.width_dq if self.dq_by_rows else self.width_dq // self.warpgroups
 
     def scores(self) -> cute.TiledMma:
         """Of S^T and of dP^T: (tile_n, tile_m) from shared memory."""
@@ -56,7 +57,7 @@ class BackwardMmas:
         return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, K_MAJOR, MN_MAJOR, Float32, layout, shape, RMEM)
 
     def dq(self) -> cute.TiledMma:
-        """(tile_m, width_qk) from shared memory."""
+        """(tile_m, width_dq) from shared memory."""
         layout = (self.warpgroups, 1, 1) if self.dq_by_rows else (1, self.warpgroups, 1)
         shape = (ROWS_PER_WARPGROUP, self.dq_columns)
         return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, MN_MAJOR, MN_MAJOR, Float32, layout, shape, SMEM)
@@ -114,7 +115,7 @@ def make_accumulators(mmas: BackwardMmas) -> Accumulators:
     return Accumulators(
         s=registers(mmas.scores(), (tile.tile_n, tile.tile_m)),
         dp=registers(mmas.scores(), (tile.tile_n, tile.tile_m)),
-        dq=registers(mmas.dq(), (tile.tile_m, mmas.width_qk)),
+        dq=registers(mmas.dq(), (tile.tile_m, mmas.width_dq)),
         dk=registers(mmas.by_keys(mmas.width_qk), (tile.tile_n, mmas.width_qk)),
         dv=registers(mmas.by_keys(mmas.width_v), (tile.tile_n, mmas.width_v)),
         p_packed=cute.make_rmem_tensor((tile.tile_m // 4,), Int32),
@@ -130,10 +131,11 @@ def as_operand(packed: cute.Tensor, dtype: type) -> cute.Tensor:
 
 @cute.jit
 def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, add: cutlass.Constexpr[bool]):
-    """acc = a b, or acc += a b; one commit group. a, b: (mma, m or n, k steps). The caller waits."""
+    """acc = a b, or acc += a b; one commit group. The caller waits. a, b: (mma, m or n, k steps); a may have more steps,
+    which hold zeros."""
     mma.set(warpgroup.Field.ACCUMULATE, add)
     warpgroup.fence()
-    for step in cutlass.range_constexpr(cute.size(a, mode=[2])):
+    for step in cutlass.range_constexpr(cute.size(b, mode=[2])):
         cute.gemm(mma, acc, a[None, None, step], b[None, None, step], acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
