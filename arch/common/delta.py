@@ -16,11 +16,26 @@ THREADS = 128
 VECTOR = 8  # 16-bit elements in 16 bytes
 
 
+def values_together(tile_m: int) -> int:
+    """How many values of its columns a thread of wgmma's D layout reads at once: 16 bytes, but 8 where a tile has so
+    many rows that four registers in a row make others spill."""
+    return 4 if tile_m < 128 else 2
+
+
+def value_place(row: Int32, tile_m: int) -> Int32:
+    """Where a row's value lies among those of its tile. In fours, columns 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of sixteen,
+    which lanes with remainder q among four hold, are together."""
+    if values_together(tile_m) == 2:
+        return row
+    return row // 16 * 16 + row % 8 // 2 * 4 + row % 16 // 8 * 2 + row % 2
+
+
 class Scratch(NamedTuple):
     """What a backward keeps in global memory between its kernels, float32; one allocation."""
 
     dq: cute.Tensor | None  # (tile_m * width_qk, query tiles, heads_q, batch): sums, see convert.py; None for width 0
-    rows: cute.Tensor  # (2 * tile_m, query tiles, heads_q, batch): LSE in base 2 of a tile's rows, then their delta
+    rows: cute.Tensor  # (2 * tile_m, query tiles, heads_q, batch): LSE in base 2 of a tile's rows, then their delta,
+    # both in the order of value_place
     turns: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: how often a part of dQ was added to
 
 
@@ -103,5 +118,5 @@ def prepare_kernel(
             else:
                 total = Float32(0.0)
         if column == 0:
-            values[in_tile] = lse_log2
-            values[tile_m + in_tile] = total
+            values[value_place(in_tile, tile_m)] = lse_log2
+            values[tile_m + value_place(in_tile, tile_m)] = total

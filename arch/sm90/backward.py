@@ -19,7 +19,7 @@ from cute_flash.spec.plan import Plan
 from ..common import convert, delta
 from ..common.numeric import LOG2_E
 from .grad.entry import BoundedEntry, PlainEntry
-from .grad.epilogue import GradientRoom, add_dq, hand_over_dq, store_rows
+from .grad.epilogue import GradientRoom, add_directly, add_dq, hand_over_dq, store_rows
 from .grad.load import Feed, load_role, tile_copy
 from .grad.mask import mask_transposed
 from .grad.memory import BackwardLayouts, TmaSource, backward_layouts, backward_storage
@@ -37,7 +37,7 @@ from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Sizes, Unit, backward_sche
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .tiles import AHEAD, dq_width
+from .tiles import AHEAD, DIRECT, dq_width
 
 
 class Sources(NamedTuple):
@@ -60,6 +60,7 @@ class MmaContext(NamedTuple):
     s_rows: cute.Tensor  # (2 * tile_m, stages)
     s_ds: cute.Tensor  # (tile_m, tile_n, slots)
     s_dq: cute.Tensor  # (elements, warpgroups)
+    sums: cute.Tensor  # (tile_m * width_dq, query tiles, heads_q) in global memory
     factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
     thread: Int32  # among the MMA threads
     key_start: Int32
@@ -74,9 +75,10 @@ class BackwardSm90(PlainEntry):
         self.tile = plan.tile
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
-        self.dtype = dtype
+        self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
-        self.ahead, self.deterministic = AHEAD in plan.variant, plan.deterministic
+        self.ahead, self.direct = AHEAD in plan.variant, DIRECT in plan.variant
+        self.deterministic = plan.deterministic
         self.width_dq = dq_width(plan.head_dim, plan.tile)
         self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype)
 
@@ -116,7 +118,10 @@ class BackwardSm90(PlainEntry):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
         key_blocks = cute.ceil_div(sizes.seqlen_k, tile.tile_n)
         self.kernel(sources, scratch, scale, factors, sizes, layouts).launch(
-            grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1), block=(self.schedule.threads, 1, 1), stream=stream
+            grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1),
+            block=(self.schedule.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
         )
         shape = (tile.tile_m, self.width_dq, self.mmas.dq_columns)
         convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
@@ -162,7 +167,7 @@ class BackwardSm90(PlainEntry):
                     s_rows=s_rows,
                 )
                 load_role(pipes, feed, unit, tile.stages)
-            elif warp_index < FIRST_ADD_WARP + schedule.mma_warpgroups:
+            elif warp_index < FIRST_ADD_WARP + (0 if self.direct else schedule.mma_warpgroups):
                 self.add_role(s_dq, scratch, unit, warp_index - FIRST_ADD_WARP, sizes)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
@@ -173,6 +178,7 @@ class BackwardSm90(PlainEntry):
                 s_rows=s_rows,
                 s_ds=s_ds,
                 s_dq=s_dq,
+                sums=scratch.dq[None, None, None, unit.batch],
                 factors=factors,
                 thread=thread - WARPGROUP,
                 key_start=unit.key_block * tile.tile_n,
@@ -218,30 +224,31 @@ class BackwardSm90(PlainEntry):
             if cutlass.const_expr(self.ahead):
                 warpgroup.wait_group(0)
                 steps -= 1
-            at = tiles.first
+            at, head = tiles.first, unit.head_first
             for step in cutlass.range(steps, unroll=1):
                 masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
-                self.step(context, q_state, do_state, (at, step % 2, masked), self.ahead)
+                self.step(context, q_state, do_state, (at, head, step % 2, masked), self.ahead)
                 q_state.advance()
                 do_state.advance()
                 at += 1
                 if at == tiles.last:
                     at = tiles.first
+                    head += 1
             if cutlass.const_expr(self.ahead):
                 masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
-                self.step(context, q_state, do_state, (at, steps % 2, masked), False)
+                self.step(context, q_state, do_state, (at, head, steps % 2, masked), False)
 
     def issue_scores(self, ops: Operands, acc: Accumulators, slot: Int32):
         issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], ops.q[None, None, None, slot], False)
 
     @cute.jit
     def step(self, context: MmaContext, q_state, do_state, turn: tuple, fetches: cutlass.Constexpr[bool]):
-        """One query tile. `turn`: (tile, slot of dS, is it masked); `fetches`: the scores of the next tile as well.
+        """One query tile. `turn`: (tile, head, slot of dS, is it masked); `fetches`: the next scores as well.
 
         P is formed under dP, dS under dV; dQ leaves under dK, and under the next scores where they are issued ahead.
         """
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
-        at, ds_slot, masked = turn
+        at, head, ds_slot, masked = turn
         if cutlass.const_expr(not self.ahead):
             wait_full(pipes.q, q_state)
             self.issue_scores(ops, acc, q_state.index)
@@ -255,12 +262,12 @@ class BackwardSm90(PlainEntry):
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
         rows = cute.local_tile(context.s_rows[None, q_state.index], (self.tile.tile_m,), (None,))  # (tile_m, 2)
         if cutlass.const_expr(self.softcap):
-            capped_probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors, self.dtype)
+            capped_probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors, self.kind)
         else:
-            probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.dtype)
+            probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.kind)
         issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
         warpgroup.wait_group(1)
-        score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.dtype)
+        score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
         self.store_ds(acc, context.s_ds[None, None, ds_slot], thread)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
@@ -276,7 +283,11 @@ class BackwardSm90(PlainEntry):
             wait_full(pipes.q, following)
             self.issue_scores(ops, acc, following.index)
         warpgroup.wait_group(2 if fetches else 1)
-        hand_over_dq(acc.dq, context.s_dq, thread)
+        if cutlass.const_expr(self.direct):
+            sums = context.sums[None, at, head]
+            add_directly(acc.dq, cute.make_tensor(sums.iterator, context.s_dq.layout), thread)
+        else:
+            hand_over_dq(acc.dq, context.s_dq, thread)
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
 

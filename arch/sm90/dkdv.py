@@ -63,7 +63,7 @@ class KeyGradientsSm90:
         self.tile = plan.tile
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
-        self.dtype = dtype
+        self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.schedule = backward_schedule(WARPGROUPS)
         self.mmas = WideMmas(plan.tile, plan.head_dim, plan.head_dim_v, WARPGROUPS, dtype)
 
@@ -91,7 +91,10 @@ class KeyGradientsSm90:
         )
         key_blocks = cute.ceil_div(sizes.seqlen_k, tile.tile_n)
         self.kernel(sources, rows, scale, factors, sizes, layouts).launch(
-            grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1), block=(self.schedule.threads, 1, 1), stream=stream
+            grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1),
+            block=(self.schedule.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
     @cute.kernel
@@ -228,11 +231,11 @@ class KeyGradientsSm90:
             place = (at * tile_m + group * columns, context.key_start)
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
         if cutlass.const_expr(self.softcap):
-            capped_probabilities(acc.s, acc.p_packed, rows[None, group], thread, context.factors, self.dtype)
+            capped_probabilities(acc.s, acc.p_packed, rows[None, group], thread, context.factors, self.kind)
         else:
-            probabilities(acc.s, acc.p_packed, rows[None, group], thread, context.factors[0], self.dtype)
+            probabilities(acc.s, acc.p_packed, rows[None, group], thread, context.factors[0], self.kind)
         warpgroup.wait_group(behind)
-        score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, WARPGROUPS + group], thread, self.dtype)
+        score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, WARPGROUPS + group], thread, self.kind)
         self.store_weights(acc.p_packed, context.weights[0][None, None, slot], context.thread)
         self.store_weights(acc.ds_packed, context.weights[1][None, None, slot], context.thread)
         if cutlass.const_expr(behind > 0):

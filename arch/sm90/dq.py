@@ -17,6 +17,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from ..common.blocks import KeyTiles, key_tiles, window_tiles
+from ..common.delta import value_place
 from ..common.numeric import NEG_INF, exp2, pack_fragment
 from ..common.order import head_by_head, longest_first, tile_count
 from .epilogue import OutputRoom, OutputShape, store_output, wait_output
@@ -110,7 +111,7 @@ class QueryGradientsSm90:
         )
         count = tile_count(sizes.seqlen_q, tile.tile_m, sizes.heads_q, sizes.batch)
         self.kernel(sources, rows, scale, factors, sizes, layouts).launch(
-            grid=(count, 1, 1), block=(self.schedule.threads, 1, 1), stream=stream
+            grid=(count, 1, 1), block=(self.schedule.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
     @cute.jit
@@ -206,7 +207,7 @@ class QueryGradientsSm90:
         lse, delta = [], []
         for r in cutlass.range_constexpr(2):
             row = row_start + first_row(thread) + 8 * r
-            tile, within = row // self.value_tile_m, row % self.value_tile_m
+            tile, within = row // self.value_tile_m, value_place(row % self.value_tile_m, self.value_tile_m)
             value, shift = Float32(-NEG_INF), Float32(0.0)
             if row < sizes.seqlen_q:
                 value = rows[within, tile]

@@ -128,6 +128,7 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
 
 AHEAD = "ahead"  # Plan.variant: the scores of the next query tile are issued before dQ and dK of this one have ended
 
+DIRECT = "direct"  # Plan.variant: dQ is added from registers, not by a warp of its own from shared memory
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
 FUSED_WIDTH = 128  # of q and k, and of v, at most where one kernel makes dQ, dK and dV: what dK, dV, S^T and dP^T of a
@@ -182,7 +183,8 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     if plan.variant == APART:
         return ()
     tiles = [Tile(64, 128, stages=2)] + ([Tile(128, 128, stages=2)] if plan.head_dim + plan.head_dim_v <= 128 else [])
-    return tuple(replace(plan, tile=tile, variant=variant) for tile in tiles for variant in ("", AHEAD))
+    variants = ("", AHEAD) if plan.deterministic else ("", AHEAD, DIRECT, f"{AHEAD} {DIRECT}")
+    return tuple(replace(plan, tile=tile, variant=variant) for tile in tiles for variant in variants)
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:

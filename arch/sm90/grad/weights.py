@@ -1,37 +1,44 @@
 """P and dS on S^T and dP^T fragments. Rows are keys, columns queries: LSE and delta belong to columns."""
 
+from collections.abc import Iterator
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ...common.delta import values_together
 from ...common.numeric import NEG_INF, exp2, pack_fragment
 from ..mma import first_column, rows_view
 
 
-def _column_pairs(values: cute.Tensor, thread: Int32, tile_m: int) -> list:
-    """values: (tile_m,) float32 in shared memory -> what this thread's columns need, in order; 8-byte loads."""
-    mine = cute.make_tensor(
-        (values.iterator + first_column(thread)).align(8), cute.make_layout((2, tile_m // 8), stride=(1, 8))
-    )
-    pairs = [mine[None, j].load() for j in range(tile_m // 8)]
-    return [pair[i] for pair in pairs for i in range(2)]
+def _by_columns(values: cute.Tensor, thread: Int32, tile_m: int) -> Iterator[tuple[int, Float32]]:
+    """(column of the fragment, its value). values: (columns,) float32 in shared memory, ordered as delta.value_place says
+    for the CTA's tile_m; they may be of a part of it.
+    """
+    vector = values_together(tile_m)
+    start, columns = (values.iterator + vector // 2 * first_column(thread)).align(4 * vector), cute.size(values)
+    mine = cute.make_tensor(start, cute.make_layout((vector, columns // (4 * vector)), stride=(1, 4 * vector)))
+    for i in range(columns // (4 * vector)):
+        loaded = mine[None, i].load()
+        yield from ((vector * i + j, loaded[j]) for j in range(vector))
 
 
-@cute.jit
 def probabilities(
     scores: cute.Tensor,
     packed: cute.Tensor,
     lse_log2: cute.Tensor,
     thread: Int32,
     scale_log2: Float32,
-    dtype: cutlass.Constexpr,
+    kind: tuple,
 ):
-    """Scores become P = exp2(scale * score - LSE), rounded into `packed` as well. lse_log2: (tile_m,)."""
-    view = rows_view(scores)  # (2, tile_m / 4)
-    lse = _column_pairs(lse_log2, thread, cute.size(lse_log2))
-    for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
-        for r in cutlass.range_constexpr(2):
-            view[r, c] = exp2(view[r, c] * scale_log2 - lse[c])
+    """Scores become P = exp2(scale * score - LSE), rounded into `packed` as well.
+
+    lse_log2: see _by_columns; `kind`: (dtype, tile_m).
+    """
+    (dtype, tile_m), view = kind, rows_view(scores)
+    for c, lse in _by_columns(lse_log2, thread, tile_m):
+        for r in range(2):
+            view[r, c] = exp2(view[r, c] * scale_log2 - lse)
     pack_fragment(scores, packed, dtype)
 
 
@@ -49,43 +56,39 @@ def capped_weights(score: Float32, lse_log2: Float32, factors: tuple) -> tuple[F
     return p, p * (4.0 * inverse * (e * inverse))
 
 
-@cute.jit
 def capped_probabilities(
     scores: cute.Tensor,
     packed: cute.Tensor,
     lse_log2: cute.Tensor,
     thread: Int32,
     factors: tuple,
-    dtype: cutlass.Constexpr,
+    kind: tuple,
 ):
     """The same under a softcap; `scores` ends as P * (1 - tanh^2), what dP - delta is multiplied with.
 
     factors: see capped_weights.
     """
-    view = rows_view(scores)  # (2, tile_m / 4)
-    lse = _column_pairs(lse_log2, thread, cute.size(lse_log2))
+    (dtype, tile_m), view = kind, rows_view(scores)
     slopes = cute.make_rmem_tensor(scores.layout, Float32)
     by_rows = rows_view(slopes)
-    for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
-        for r in cutlass.range_constexpr(2):
-            view[r, c], by_rows[r, c] = capped_weights(view[r, c], lse[c], factors)
+    for c, lse in _by_columns(lse_log2, thread, tile_m):
+        for r in range(2):
+            view[r, c], by_rows[r, c] = capped_weights(view[r, c], lse, factors)
     pack_fragment(scores, packed, dtype)
     scores.store(slopes.load())
 
 
-@cute.jit
 def score_gradients(
     weights: cute.Tensor,
     dp: cute.Tensor,
     packed: cute.Tensor,
     delta: cute.Tensor,
     thread: Int32,
-    dtype: cutlass.Constexpr,
+    kind: tuple,
 ):
-    """dS = weights * (dP - delta), rounded into `packed`; `weights` is overwritten. delta: (tile_m,)."""
-    view, gradients = rows_view(weights), rows_view(dp)
-    values = _column_pairs(delta, thread, cute.size(delta))
-    for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
-        for r in cutlass.range_constexpr(2):
-            view[r, c] = view[r, c] * (gradients[r, c] - values[c])
+    """dS = weights * (dP - delta), rounded into `packed`; `weights` is overwritten. delta, kind: as above."""
+    (dtype, tile_m), view, gradients = kind, rows_view(weights), rows_view(dp)
+    for c, shift in _by_columns(delta, thread, tile_m):
+        for r in range(2):
+            view[r, c] = view[r, c] * (gradients[r, c] - shift)
     pack_fragment(weights, packed, dtype)
