@@ -9,7 +9,6 @@ from cute_flash.arch.sm90.backend import BACKEND
 from cute_flash.arch.sm90.schedule import BUDGETS, WARPGROUP
 from cute_flash.arch.sm90.tiles import (
     SMEM_LIMIT,
-    backward_candidates,
     forward_smem_bytes,
     forward_tile,
     o_apart,
@@ -82,15 +81,13 @@ COMMON_BACKWARD = [
 ]
 EVERY_BACKWARD = list(
     dict.fromkeys(
-        candidate
+        backward(dims, mask, *features, dtype=dtype, lse_grad=lse_grad)
         for dims, mask, features, (dtype, lse_grad) in itertools.product(
             [*PAIRS, (64, 128), (128, 64), (32, 128)],
             (FULL, CAUSAL, WINDOW),
             ((), ("softcap",)),
             (("bfloat16", False), ("float16", True)),
         )
-        for chosen in [backward(dims, mask, *features, dtype=dtype, lse_grad=lse_grad)]
-        for candidate in (chosen, *backward_candidates(chosen))
     )
 )
 
