@@ -37,7 +37,7 @@ from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Sizes, Unit, backward_sche
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .tiles import AHEAD, DIRECT, dq_width
+from .tiles import AHEAD, DIRECT, SHIFTS, dq_width
 
 
 class Sources(NamedTuple):
@@ -78,7 +78,7 @@ class BackwardSm90(PlainEntry):
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
         self.ahead, self.direct = AHEAD in plan.variant, DIRECT in plan.variant
-        self.deterministic = plan.deterministic
+        self.deterministic, self.shifts = plan.deterministic, SHIFTS in plan.variant
         self.width_dq = dq_width(plan.head_dim, plan.tile)
         self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype)
 
@@ -153,7 +153,7 @@ class BackwardSm90(PlainEntry):
 
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
+        unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask, self.shifts)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp_index == LOAD_WARP:
@@ -199,7 +199,7 @@ class BackwardSm90(PlainEntry):
             cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
         for member in cutlass.range(unit.group, unroll=1):
             for step in cutlass.range(tiles.count, unroll=1):
-                at, head = tiles.first + step, unit.head_first + member
+                at, head = unit.tile(step), unit.head_first + member
                 parts = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
                 more = (member + 1 < unit.group) | (step + 1 < tiles.count)
                 order = (None, 0)
@@ -224,7 +224,7 @@ class BackwardSm90(PlainEntry):
             if cutlass.const_expr(self.ahead):
                 warpgroup.wait_group(0)
                 steps -= 1
-            at, head = tiles.first, unit.head_first
+            at, head = unit.start, unit.head_first
             for step in cutlass.range(steps, unroll=1):
                 masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
                 self.step(context, q_state, do_state, (at, head, step % 2, masked), self.ahead)
@@ -233,6 +233,7 @@ class BackwardSm90(PlainEntry):
                 at += 1
                 if at == tiles.last:
                     at = tiles.first
+                if at == unit.start:
                     head += 1
             if cutlass.const_expr(self.ahead):
                 masked = (at < tiles.whole_first) | (at >= tiles.whole_last)

@@ -129,6 +129,9 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
 AHEAD = "ahead"  # Plan.variant: the scores of the next query tile are issued before dQ and dK of this one have ended
 
 DIRECT = "direct"  # Plan.variant: dQ is added from registers, not by a warp of its own from shared memory
+SHIFTS = (
+    "shifts"  # Plan.variant: CTAs of a head start with query tiles apart, so that they do not add to one all at once
+)
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
 FUSED_WIDTH = 128  # of q and k, and of v, at most where one kernel makes dQ, dK and dV: what dK, dV, S^T and dP^T of a
@@ -183,7 +186,10 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     if plan.variant == APART:
         return ()
     tiles = [Tile(64, 128, stages=2)] + ([Tile(128, 128, stages=2)] if plan.head_dim + plan.head_dim_v <= 128 else [])
-    variants = ("", AHEAD) if plan.deterministic else ("", AHEAD, DIRECT, f"{AHEAD} {DIRECT}")
+    variants = ["", AHEAD]
+    if not plan.deterministic:
+        variants += [f"{each} {DIRECT}".strip() for each in variants]
+        variants += [f"{each} {SHIFTS}".strip() for each in variants] if str(plan.mask) == "full" else []
     return tuple(replace(plan, tile=tile, variant=variant) for tile in tiles for variant in variants)
 
 

@@ -66,7 +66,7 @@ def load_role(pipes: BackwardPipelines, feed: Feed, unit: Unit, stages: cutlass.
         fetch(pipes.k, k_state, feed.k, unit.key_block, unit.head_kv)
         for member in cutlass.range(unit.group, unroll=1):
             for step in cutlass.range(tiles.count, unroll=1):
-                head, at = unit.head_first + member, tiles.first + step
+                head, at = unit.head_first + member, unit.tile(step)
                 fetch_queries(pipes, q_state, feed, at, head)
                 q_state.advance()
                 if member + step == 0:

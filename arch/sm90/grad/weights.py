@@ -12,8 +12,8 @@ from ..mma import first_column, rows_view
 
 
 def _by_columns(values: cute.Tensor, thread: Int32, tile_m: int) -> Iterator[tuple[int, Float32]]:
-    """(column of the fragment, its value). values: (columns,) float32 in shared memory, ordered as delta.value_place has
-    it for the CTA's tile_m; they may be of a part of it.
+    """(column of the fragment, its value). values: (columns,) float32 in shared memory, of a tile_m or a part of it, in
+    the order of delta.value_place.
     """
     vector = values_together(tile_m)
     start, columns = (values.iterator + vector // 2 * first_column(thread)).align(4 * vector), cute.size(values)
