@@ -16,7 +16,7 @@ def compile_forward(plan: Plan, options: str = ""):
 
 
 def compile_backward(plan: Plan, options: str = ""):
-    if plan.variant == APART:
+    if APART in plan.variant:
         kernel = ApartBackwardSm90 if plan.plain else BoundedApartBackwardSm90
     else:
         kernel = BackwardSm90 if plan.plain else BoundedBackwardSm90

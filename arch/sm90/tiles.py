@@ -134,6 +134,8 @@ SHIFTS = (
 )
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
+DQ_KEYS = "keys"  # Plan.variant: "keys80" gives the kernel for dQ another tile_n than 64
+
 FUSED_WIDTH = 128  # of q and k, and of v, at most where one kernel makes dQ, dK and dV: what dK, dV, S^T and dP^T of a
 # warpgroup leave of its registers
 
@@ -154,14 +156,14 @@ def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return _halved(head_dim), _halved(head_dim_v)
 
 
-def backward_tile(head_dim: int, head_dim_v: int, mask: str) -> Tile:
+def backward_tile(head_dim: int, head_dim_v: int, softcap: bool = False) -> Tile:
     """Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
     and dV, tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240
-    registers, else 64. Apart, 64 keys and 64 rows (dQ: dq_tile)."""
+    registers (a softcap's slopes do not), else 64. Apart, 64 keys and 64 rows (dQ: dq_tile)."""
     width_qk, width_v = backward_widths(head_dim, head_dim_v)
     if not fused_backward(head_dim, head_dim_v):
         return Tile(64, 64, stages=2)
-    return Tile(128 if width_qk + width_v <= 128 else 64, 128, stages=2)
+    return Tile(128 if width_qk + width_v <= 128 and not softcap else 64, 128, stages=2)
 
 
 def dq_width(width_qk: int, tile: Tile) -> int:
@@ -171,7 +173,8 @@ def dq_width(width_qk: int, tile: Tile) -> int:
 
 def dq_tile(plan: Plan) -> Tile:
     """Of the kernel for dQ where the kernels are apart: two warpgroups of 64 rows; K has two slots, V one."""
-    return Tile(128, 64, stages=2)
+    keys = [int(word.removeprefix(DQ_KEYS)) for word in plan.variant.split() if word.startswith(DQ_KEYS)]
+    return Tile(128, *keys or [64], stages=2)
 
 
 def backward_variant(head_dim: int, head_dim_v: int, tile: Tile) -> str:
@@ -183,8 +186,11 @@ def backward_variant(head_dim: int, head_dim_v: int, tile: Tile) -> str:
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
-    if plan.variant == APART:
-        return ()
+    if APART in plan.variant:
+        keys = [48] if plan.head_dim == 256 else [48, 80, 96] if plan.head_dim_v <= 128 else [48, 80]
+        return tuple(replace(plan, variant=f"{APART} {DQ_KEYS}{count}") for count in keys) + (
+            (replace(plan, tile=Tile(64, 64, stages=3)),) if plan.head_dim < 256 else ()
+        )
     tiles = [Tile(64, 128, stages=2)] + ([Tile(128, 128, stages=2)] if plan.head_dim + plan.head_dim_v <= 128 else [])
     variants = ["", AHEAD]
     if not plan.deterministic:
@@ -198,7 +204,7 @@ def backward_scratch(plan: Plan) -> ScratchRule:
     tile."""
     if plan.tile is None:
         raise ValueError(f"a plan without a tile has no scratch: {plan}")
-    if plan.variant == APART:
+    if APART in plan.variant:
         return ScratchRule(plan.tile.tile_m, 2)
     width_dq = dq_width(plan.head_dim, plan.tile)
     return ScratchRule(plan.tile.tile_m, width_dq + 2, 2 if plan.deterministic else 0)
