@@ -31,7 +31,7 @@ class Sm90Backend:
         backward = problem.direction == BACKWARD
         widths = tiles.backward_widths(*dims) if backward else tuple(tiles.width(dim) for dim in dims)
         if backward:
-            tile = tiles.backward_tile(*dims, softcap)
+            tile = tiles.backward_tile(*dims, not softcap and not problem.mask.windowed)
         else:
             tile = tiles.forward_tile(*dims, mask, problem.short and not softcap, softcap)
         return Plan(

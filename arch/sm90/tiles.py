@@ -156,14 +156,14 @@ def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return _halved(head_dim), _halved(head_dim_v)
 
 
-def backward_tile(head_dim: int, head_dim_v: int, softcap: bool = False) -> Tile:
+def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
     """Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
     and dV, tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240
-    registers (a softcap's slopes do not), else 64. Apart, 64 keys and 64 rows (dQ: dq_tile)."""
+    registers (with a softcap or a window it spills a few words), else 64. Apart, 64 keys and 64 rows (dQ: dq_tile)."""
     width_qk, width_v = backward_widths(head_dim, head_dim_v)
     if not fused_backward(head_dim, head_dim_v):
         return Tile(64, 64, stages=2)
-    return Tile(128 if width_qk + width_v <= 128 and not softcap else 64, 128, stages=2)
+    return Tile(128 if width_qk + width_v <= 128 and plain else 64, 128, stages=2)
 
 
 def dq_width(width_qk: int, tile: Tile) -> int:

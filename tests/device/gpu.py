@@ -22,8 +22,8 @@ DEVICE = torch.device("cuda", torch.cuda.current_device())
 CAPABILITY = torch.cuda.get_device_capability(DEVICE)
 
 
-def _serves(name: str) -> bool:
-    q = torch.zeros(1, 128, 1, 64, dtype=torch.bfloat16, device=DEVICE)
+def _serves(name: str, gradients: bool = False) -> bool:
+    q = torch.zeros(1, 128, 1, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=gradients)
     try:
         cute_flash.explain(q, q, q, backend=name)
     except cute_flash.UnsupportedError:
@@ -33,8 +33,10 @@ def _serves(name: str) -> bool:
 
 BACKENDS = tuple(name for name in ("sm100", "sm90", "triton", "reference") if _serves(name))
 SPECIAL = tuple(name for name in BACKENDS if name.startswith("sm"))  # made for this GPU alone: tested on every shape
-# Gradients: None lets the dispatcher choose, which pairs this GPU's own forward with whatever backward there is.
-GRADIENT_BACKENDS = (None, "triton", "reference") if SPECIAL else ("triton", "reference")
+# Gradients: this GPU's own backward by name, so that no fallback passes for it. Where it has none, None lets the
+# dispatcher choose, which pairs its own forward with whatever backward there is.
+OWN = tuple(name for name in SPECIAL if _serves(name, gradients=True)) or ((None,) if SPECIAL else ())
+GRADIENT_BACKENDS = (*OWN, "triton", "reference")
 
 
 def runner(backend: str | None, dtype: torch.dtype = torch.bfloat16) -> Runner:

@@ -134,10 +134,12 @@ def test_gradients_of_some_inputs(wanted):
         assert oracle.relative_error(grad, exact[i]) <= 3 * HALF_ULP[torch.bfloat16]  # P, dS, and the result
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_deterministic_beside_a_busy_stream(causal):
-    """200 runs of a GQA backward while another stream keeps the GPU busy: every bit the same."""
-    inputs = cases.make_inputs(Case(1, 2048, 2048, 16, 2, 128, 128, causal), DEVICE)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("heads_kv", [16, 2])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (500, 300)}], ids=str)
+def test_deterministic_beside_a_busy_stream(dims, heads_kv, mask):
+    """200 runs of a backward while another stream keeps the GPU busy: every bit the same."""
+    inputs = cases.make_inputs(Case(1, 2048, 2048, 16, heads_kv, *dims), DEVICE)
     run, busy = runner(None), torch.cuda.Stream()
     noise = torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
     leaves = inputs.leaves()
@@ -145,13 +147,32 @@ def test_deterministic_beside_a_busy_stream(causal):
     for _ in range(200):
         with torch.cuda.stream(busy):
             torch.mm(noise, noise)
-        out = run(*leaves, causal=causal, deterministic=True)
+        out = run(*leaves, **mask, deterministic=True)
         grads = torch.autograd.grad(out, leaves, inputs.dout)
         first = first or grads
         assert all(torch.equal(a, b) for a, b in zip(first, grads, strict=True))
-    exact = oracle.backward(*inputs.qkv, inputs.dout, causal=causal)
+    exact = oracle.backward(*inputs.qkv, inputs.dout, **mask)
     for value, reference in zip(first, exact, strict=True):
         assert oracle.relative_error(value, reference) <= 3 * HALF_ULP[torch.bfloat16]  # P, dS, and the result
+
+
+@pytest.mark.parametrize("backend", GRADIENT_BACKENDS, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("axis", [None, 0, 1, 2])
+def test_expanded_dout(backend, dims, axis):
+    """A gradient that is one number, or one slice for a whole axis: strides of 0, which TMA is given as they are."""
+    inputs = cases.make_inputs(Case(3, 130, 200, 4, 2, *dims, causal=True), DEVICE)
+    dout = inputs.dout
+    dout = torch.ones_like(dout[:1, :1, :1, :1]) if axis is None else dout.narrow(axis, 0, 1)
+    dout = dout.expand(inputs.dout.shape)
+    _, grads = runner(backend).gradients(*inputs.qkv, dout, causal=True)
+    _, same = runner(backend).gradients(*inputs.qkv, dout.contiguous(), causal=True)
+    exact = oracle.backward(*inputs.qkv, dout.contiguous(), causal=True)
+    plain = oracle.plain_16bit_backward(*inputs.qkv, dout.contiguous(), causal=True)
+    for name, value, other, right, yardstick in zip(NAMES, grads, same, exact, plain, strict=True):
+        limit = max(ALLOWED_RATIO * oracle.relative_error(yardstick, right), 3 * HALF_ULP[torch.bfloat16])
+        assert oracle.relative_error(value, right) <= limit, name
+        assert oracle.relative_error(other, right) <= limit, name
 
 
 def test_torch_deterministic_mode_implies_it(monkeypatch):
