@@ -302,21 +302,35 @@ def _unpad(tensor: torch.Tensor, pad: int) -> torch.Tensor:
 
 def bind_backward(kernel: Kernel, site: Site, scratch: ScratchRule | None) -> Backward:
     """(dout, q, k, v, out, lse, dlse, *numbers) -> (dq, dk, dv), contiguous."""
-    launch = _aligning(kernel, ("dout", "q", "k", "v", "out"), site.alignment)
-    pad = _round_up(site.head_dim, site.unit) - site.head_dim
-    pad_v = _round_up(site.head_dim_v, site.unit) - site.head_dim_v
+    names = ("dout", "q", "k", "v", "out")
 
     def backward(*operands: Any) -> Gradients:
-        dout, q, k, v, out, lse, dlse, *numbers = operands
-        q, k, v = _pad(q, pad), _pad(k, pad), _pad(v, pad_v)
-        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+        _, q, k, v, *_ = operands
+        gradients = q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
+        operands = operands[:7] + gradients + operands[7:]
         if scratch is not None:
             batch, seqlen_q, heads_q, _ = q.shape
-            numbers.append(q.new_empty(scratch.elements(batch, heads_q, seqlen_q), dtype=torch.float32))
-        launch(_pad(dout, pad_v), q, k, v, _pad(out, pad_v), lse, dlse, dq, dk, dv, *numbers)
+            operands += (q.new_empty(scratch.elements(batch, heads_q, seqlen_q), dtype=torch.float32),)
+        try:
+            kernel(*operands)
+        except ValueError as objection:
+            if not site.alignment:
+                raise
+            _relaunch(objection, kernel, names, site.alignment, operands)
+        return gradients
+
+    pad = _round_up(site.head_dim, site.unit) - site.head_dim
+    pad_v = _round_up(site.head_dim_v, site.unit) - site.head_dim_v
+    if not pad and not pad_v:
+        return backward
+
+    def padded(*operands: Any) -> Gradients:
+        dout, q, k, v, out, *others = operands
+        q, k, v = _pad(q, pad), _pad(k, pad), _pad(v, pad_v)
+        dq, dk, dv = backward(_pad(dout, pad_v), q, k, v, _pad(out, pad_v), *others)
         return _unpad(dq, pad), _unpad(dk, pad), _unpad(dv, pad_v)
 
-    return backward
+    return padded
 
 
 class Backwards:
