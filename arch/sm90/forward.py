@@ -15,11 +15,11 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
 
-from ..common.blocks import KeyTiles, key_tiles, part_of, window_tiles
+from ..common.blocks import KeyTiles, key_tiles, never_none, part_of, window_tiles
 from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E, pack_fragment
 from ..common.order import WorkTile, head_by_head, longest_first, rounds_of, tile_count
-from ..common.rowstate import RowState, make_row_state, reset
+from ..common.rowstate import RowState, make_row_state, reset, settle
 from .epilogue import OutputRoom, OutputShape, store_lse, store_output, store_partial, store_state, wait_output
 from .load import TmaSource, load_forward, tile_copy
 from .mask import mask_scores, mask_window
@@ -38,7 +38,7 @@ from .pipeline import (
 )
 from .schedule import WARPGROUP, forward_schedule
 from .softmax import cap_scores, finish, rescale_if_any, rescale_output, softmax_step
-from .tiles import o_apart, persistent_keys, skips_rescale
+from .tiles import o_apart, persistent_keys, q_slots, skips_rescale
 
 
 class Sources(NamedTuple):
@@ -76,6 +76,7 @@ class MmaContext(NamedTuple):
     pipes: ForwardPipelines
     frags: Fragments
     state: RowState
+    done: RowState  # of the unit whose output is about to leave
     scale_log2: Float32
     thread: Int32  # among the MMA threads
     turn: Turn
@@ -99,6 +100,8 @@ class ForwardSm90:
         self.persistent_keys = persistent_keys(plan.head_dim, plan.head_dim_v, str(plan.mask))
         self.skips_rescale = skips_rescale(plan.tile, plan.head_dim, plan.head_dim_v, str(plan.mask))
         self.o_apart = o_apart(plan.tile, plan.head_dim, plan.head_dim_v)
+        self.q_slots = q_slots(plan.tile, plan.head_dim, plan.head_dim_v)
+        self.carries = self.q_slots > 1
         self.output_shape = OutputShape(plan.head_dim_v, self.schedule.mma_threads, self.o_apart)
 
     @cute.jit
@@ -119,7 +122,7 @@ class ForwardSm90:
         """`numbers`: (scale, left, right, softcap), the last three None in a plain Plan."""
         q, k, v, o = tensors
         scale, left, right, softcap = numbers
-        tile, layouts = self.tile, forward_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
+        tile, layouts = self.tile, forward_layouts(self.tile, self.width_qk, self.width_v, self.dtype, self.q_slots)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
         def source(op, tensor, modes, layout, box):
@@ -169,6 +172,7 @@ class ForwardSm90:
         else:
             tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.causal)
             tiles = part_of(tiles, index % splits, splits)
+        tiles = never_none(tiles, cute.ceil_div(sizes.seqlen_k, tile.tile_n))
         return Unit(work, work.head // group, row_start, index % splits, tiles)
 
     @cute.kernel
@@ -191,7 +195,7 @@ class ForwardSm90:
             storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
         )
         s_o = o_room.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
-        pipes = open_forward(storage, layouts, tile.stages, self.dtype, schedule)
+        pipes = open_forward(storage, layouts, (self.q_slots, tile.stages), self.dtype, schedule)
 
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -207,6 +211,7 @@ class ForwardSm90:
                 pipes=pipes,
                 frags=make_fragments(self.mmas, smem, group),
                 state=make_row_state(2),
+                done=make_row_state(2),
                 scale_log2=scale_log2,
                 thread=thread - WARPGROUP,
                 turn=turn_of(group, schedule),
@@ -223,7 +228,7 @@ class ForwardSm90:
         s_q, s_k, s_v = smem
         q_box, k_box = (self.tile.tile_m, self.width_qk), (self.tile.tile_n, self.width_qk)
         v_box = (self.width_v, self.tile.tile_n)
-        q_state, k_state, v_state = forward_states(pipelines.PipelineUserType.Producer, self.tile.stages)
+        q_state, k_state, v_state = forward_states(pipelines.PipelineUserType.Producer, self.q_slots, self.tile.stages)
         for step in cutlass.range(rounds.count, unroll=1):
             unit = self._unit(rounds.unit(step), sizes, splits)
             work = unit.work
@@ -238,73 +243,141 @@ class ForwardSm90:
 
     @cute.jit
     def mma_role(self, context: MmaContext, room: OutputRoom, results: tuple, sizes: Sizes, splits: Int32):
-        """`results`: (lse, o_partial), see kernel."""
+        """`results`: (lse, o_partial), see kernel.
+
+        Where Q has two slots, a CTA's query tiles run into each other: the first scores of the next are issued with the
+        last P V of this one, as inside a tile, and their softmax runs under it.
+        """
         rounds = rounds_of(self._units(sizes, splits))
-        frags, state, thread, tile_m = context.frags, context.state, context.thread, self.tile.tile_m
-        lse, o_partial = results
-        q_state, k_state, v_state = forward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        states = forward_states(pipelines.PipelineUserType.Consumer, self.q_slots, self.tile.stages)
         grant_first_turn(context.turn, self.schedule)
+        unit = self._unit(rounds.unit(0), sizes, splits)
+        if cutlass.const_expr(self.carries):
+            states = self.enter(context, states, unit)
         for step in cutlass.range(rounds.count, unroll=1):
-            unit = self._unit(rounds.unit(step), sizes, splits)
-            context.pipes.q.consumer_wait(q_state)
-            q_state, k_state, v_state = self.attend(context, (q_state, k_state, v_state), unit)
-            finish(frags.o, state)
-            if cutlass.const_expr(o_partial is not None):
-                state_partial = lse[unit.split, None, None, None, None]
-                store_state(state_partial, state, unit.work, thread, tile_m, context.scale_log2)
-                partial = o_partial[unit.split, unit.work.batch, unit.work.head, None, None]
-                store_partial(frags.o, partial, thread, unit.row_start)
+            if cutlass.const_expr(not self.carries):
+                states = self.enter(context, states, unit)
+            states = self.walk(context, states, unit)
+            following = unit
+            if step + 1 < rounds.count:
+                following = self._unit(rounds.unit(step + 1), sizes, splits)
+            if cutlass.const_expr(self.carries):
+                if step + 1 < rounds.count:
+                    states = self.cross(context, states, following)
+                else:
+                    states = self.leave(context, states)
             else:
-                if cutlass.const_expr(lse is not None):
-                    store_lse(lse, state, unit.work, thread, tile_m, context.scale_log2)
-                store_output(frags.o, room, unit.work, thread, self.output_shape)
+                states = self.leave(context, states)
+                if cutlass.const_expr(self.o_apart):
+                    states = self.release_q(context, states)
+            self.hand_out(context, room, results, unit)
             if cutlass.const_expr(not self.o_apart):
-                wait_output(thread, to_all=True)
-                context.pipes.q.consumer_release(q_state)
-                q_state.advance()
-        wait_output(thread, to_all=False)
+                wait_output(context.thread, to_all=True)
+                states = self.release_q(context, states)
+            unit = following
+        wait_output(context.thread, to_all=False)
 
     @cute.jit
-    def attend(self, context: MmaContext, states: tuple, unit: Unit):
-        """O and the row state over the unit's key tiles, from the last to the first. -> the states, moved on."""
-        pipes, frags, tiles = context.pipes, context.frags, unit.tiles
+    def hand_out(self, context: MmaContext, room: OutputRoom, results: tuple, unit: Unit):
+        """O and LSE, or a split's share of them, leave; O starts anew."""
+        frags, state, thread, tile_m = context.frags, context.done, context.thread, self.tile.tile_m
+        lse, o_partial = results
+        finish(frags.o, state)
+        if cutlass.const_expr(o_partial is not None):
+            state_partial = lse[unit.split, None, None, None, None]
+            store_state(state_partial, state, unit.work, thread, tile_m, context.scale_log2)
+            partial = o_partial[unit.split, unit.work.batch, unit.work.head, None, None]
+            store_partial(frags.o, partial, thread, unit.row_start)
+        else:
+            if cutlass.const_expr(lse is not None):
+                store_lse(lse, state, unit.work, thread, tile_m, context.scale_log2)
+            store_output(frags.o, room, unit.work, thread, self.output_shape)
+        frags.o.fill(0.0)
+
+    def release_q(self, context: MmaContext, states: tuple) -> tuple:
+        q_state, k_state, v_state = states
+        context.pipes.q.consumer_release(q_state)
+        q_state.advance()
+        return q_state, k_state, v_state
+
+    @cute.jit
+    def enter(self, context: MmaContext, states: tuple, unit: Unit):
+        """The first scores of a unit, with nothing else in flight. -> the states, moved on; so below."""
+        pipes, frags = context.pipes, context.frags
         q_state, k_state, v_state = states
         frags.o.fill(0.0)
         reset(context.state)
-        if tiles.last > tiles.first:
-            wait_full(pipes.k, k_state)
-            issue_scores(self.mmas, frags, k_state.index)
-            warpgroup.wait_group(0)
-            pipes.k.consumer_release(k_state)
-            k_state.advance()
-            self.probabilities(context, unit.row_start, tiles.last - 1, True)
-            pack_fragment(frags.s, frags.p_packed, self.dtype)
-            masked_end = cutlass.min(tiles.unmasked, tiles.last - 1)
-            if cutlass.const_expr(self.causal or self.windowed):  # a full mask hides keys of the last tile only
-                for step in cutlass.range(tiles.last - 1 - masked_end, unroll=1):
-                    self.step(context, k_state, v_state, (unit.row_start, tiles.last - 2 - step), True)
-                    k_state.advance()
-                    v_state.advance()
-            whole = tiles.first
-            if cutlass.const_expr(self.mask.left):
-                whole = cutlass.min(tiles.whole, masked_end)
-            for step in cutlass.range(masked_end - whole, unroll=1):
-                self.step(context, k_state, v_state, (unit.row_start, masked_end - 1 - step), False)
+        pipes.q.consumer_wait(q_state)
+        wait_full(pipes.k, k_state)
+        issue_scores(self.mmas, frags, q_state.index, k_state.index)
+        warpgroup.wait_group(0)
+        pipes.k.consumer_release(k_state)
+        k_state.advance()
+        self.probabilities(context, unit.row_start, unit.tiles.last - 1, True)
+        pack_fragment(frags.s, frags.p_packed, self.dtype)
+        return q_state, k_state, v_state
+
+    @cute.jit
+    def walk(self, context: MmaContext, states: tuple, unit: Unit):
+        """The other key tiles of the unit, from the last to the first; P V of the first stays to be done."""
+        q_state, k_state, v_state = states
+        tiles = unit.tiles
+        masked_end = cutlass.min(tiles.unmasked, tiles.last - 1)
+        if cutlass.const_expr(self.causal or self.windowed):  # a full mask hides keys of the last tile only
+            for step in cutlass.range(tiles.last - 1 - masked_end, unroll=1):
+                self.step(context, (q_state, k_state, v_state), (unit.row_start, tiles.last - 2 - step), True)
                 k_state.advance()
                 v_state.advance()
-            if cutlass.const_expr(self.mask.left):
-                for step in cutlass.range(whole - tiles.first, unroll=1):
-                    self.step(context, k_state, v_state, (unit.row_start, whole - 1 - step), True)
-                    k_state.advance()
-                    v_state.advance()
-            wait_full(pipes.v, v_state)
-            issue_output(self.mmas, frags, v_state.index)
-            warpgroup.wait_group(0)
-            pipes.v.consumer_release(v_state)
+        whole = tiles.first
+        if cutlass.const_expr(self.mask.left):
+            whole = cutlass.min(tiles.whole, masked_end)
+        for step in cutlass.range(masked_end - whole, unroll=1):
+            self.step(context, (q_state, k_state, v_state), (unit.row_start, masked_end - 1 - step), False)
+            k_state.advance()
             v_state.advance()
-        if cutlass.const_expr(self.o_apart):
-            pipes.q.consumer_release(q_state)
-            q_state.advance()
+        if cutlass.const_expr(self.mask.left):
+            for step in cutlass.range(whole - tiles.first, unroll=1):
+                self.step(context, (q_state, k_state, v_state), (unit.row_start, whole - 1 - step), True)
+                k_state.advance()
+                v_state.advance()
+        return q_state, k_state, v_state
+
+    @cute.jit
+    def leave(self, context: MmaContext, states: tuple):
+        """The last P V of a unit, with nothing else in flight."""
+        q_state, k_state, v_state = states
+        wait_full(context.pipes.v, v_state)
+        issue_output(self.mmas, context.frags, v_state.index)
+        warpgroup.wait_group(0)
+        context.pipes.v.consumer_release(v_state)
+        v_state.advance()
+        settle(context.state, context.done)
+        return q_state, k_state, v_state
+
+    @cute.jit
+    def cross(self, context: MmaContext, states: tuple, following: Unit):
+        """The last P V of a unit and the first scores of the following one."""
+        pipes, frags = context.pipes, context.frags
+        q_state, k_state, v_state = states
+        pipes.q.consumer_release(q_state)
+        q_state.advance()
+        wait_full(pipes.q, q_state)
+        wait_full(pipes.k, k_state)
+        wait_turn(context.turn, self.schedule)
+        issue_scores(self.mmas, frags, q_state.index, k_state.index)
+        wait_full(pipes.v, v_state)
+        issue_output(self.mmas, frags, v_state.index)
+        pass_turn(context.turn, self.schedule)
+        warpgroup.wait_group(1)
+        pipes.k.consumer_release(k_state)
+        k_state.advance()
+        settle(context.state, context.done)
+        reset(context.state)
+        self.probabilities(context, following.row_start, following.tiles.last - 1, True)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+        v_state.advance()
+        pack_fragment(frags.s, frags.p_packed, self.dtype)
         return q_state, k_state, v_state
 
     @cute.jit
@@ -322,15 +395,16 @@ class ForwardSm90:
         softmax_step(scores, context.state, context.scale_log2, masked)
 
     @cute.jit
-    def step(self, context: MmaContext, k_state, v_state, place: tuple, masked: bool):
+    def step(self, context: MmaContext, states: tuple, place: tuple, masked: bool):
         """Scores of a key tile and O += P V of the one before are in flight together; the softmax runs under P V.
 
         `place`: (row_start, key_tile).
         """
         pipes, frags = context.pipes, context.frags
+        q_state, k_state, v_state = states
         wait_full(pipes.k, k_state)
         wait_turn(context.turn, self.schedule)
-        issue_scores(self.mmas, frags, k_state.index)
+        issue_scores(self.mmas, frags, q_state.index, k_state.index)
         wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
         pass_turn(context.turn, self.schedule)

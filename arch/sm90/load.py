@@ -52,17 +52,15 @@ def load_forward(pipes: ForwardPipelines, states: tuple, q: TileCopy, k: TileCop
     """Q, K and V of one query tile; q.source has a single tile. Runs in one converged warp. -> states moved on."""
     q_state, k_state, v_state = states
     pipes.q.producer_acquire(q_state)
-    cute.copy(q.atom, q.source, q.target[None, 0], tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
+    cute.copy(q.atom, q.source, q.target[None, q_state.index], tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
     q_state.advance()
-    count = tiles.last - tiles.first
-    if count > 0:
-        _fetch(pipes.k, k_state, k, tiles.last - 1)
+    _fetch(pipes.k, k_state, k, tiles.last - 1)
+    k_state.advance()
+    for step in cutlass.range(tiles.last - tiles.first - 1, unroll=1):
+        _fetch(pipes.k, k_state, k, tiles.last - 2 - step)
         k_state.advance()
-        for step in cutlass.range(count - 1, unroll=1):
-            _fetch(pipes.k, k_state, k, tiles.last - 2 - step)
-            k_state.advance()
-            _fetch(pipes.v, v_state, v, tiles.last - 1 - step)
-            v_state.advance()
-        _fetch(pipes.v, v_state, v, tiles.first)
+        _fetch(pipes.v, v_state, v, tiles.last - 1 - step)
         v_state.advance()
+    _fetch(pipes.v, v_state, v, tiles.first)
+    v_state.advance()
     return q_state, k_state, v_state

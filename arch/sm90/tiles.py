@@ -85,6 +85,15 @@ def forward_smem_bytes(tile: Tile, width_qk: int, width_v: int, o_apart: bool = 
     return 2 * elements + 1024 + 8 * (4 * tile.stages + 2)
 
 
+def q_slots(tile: Tile, width_qk: int, width_v: int) -> int:
+    """Two where they fit beside O in its own room."""
+    import os
+    if os.environ.get("X_CARRY") == "0":
+        return 1
+    both = forward_smem_bytes(tile, width_qk, width_v, o_apart=True) + 2 * tile.tile_m * width_qk + 16
+    return 2 if both <= SMEM_LIMIT else 1
+
+
 def o_apart(tile: Tile, width_qk: int, width_v: int) -> bool:
     """O has a room of its own where it fits: then the next tile's Q is loaded while O leaves."""
     return forward_smem_bytes(tile, width_qk, width_v, o_apart=True) <= SMEM_LIMIT
