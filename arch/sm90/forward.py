@@ -36,6 +36,7 @@ from .pipeline import (
     wait_full,
     wait_turn,
 )
+from .queue import SLOTS, WORDS, Ticket, TicketRing, following_unit, open_tickets, publish, receive, ticket_states
 from .schedule import WARPGROUP, forward_schedule
 from .softmax import cap_scores, finish, rescale_if_any, rescale_output, softmax_step
 from .tiles import o_apart, persistent_keys, q_slots, skips_rescale
@@ -64,7 +65,6 @@ class Unit(NamedTuple):
     """What a CTA works on at a time: a query tile, or one split of its keys."""
 
     work: WorkTile
-    head_kv: Int32
     row_start: Int32
     split: Int32
     tiles: KeyTiles
@@ -74,6 +74,7 @@ class MmaContext(NamedTuple):
     """Everything an MMA warpgroup needs in its loop; read-only."""
 
     pipes: ForwardPipelines
+    tickets: TicketRing
     frags: Fragments
     state: RowState
     done: RowState  # of the unit whose output is about to leave
@@ -115,10 +116,18 @@ class ForwardSm90:
         scale: Float32,
         stream,
     ):
-        self.launch((q, k, v, o), lse, None, (scale, None, None, None), stream)
+        self.launch((q, k, v, o), lse, None, None, (scale, None, None, None), stream)
 
     @cute.jit
-    def launch(self, tensors: tuple, lse: cute.Tensor | None, o_partial: cute.Tensor | None, numbers: tuple, stream):
+    def launch(
+        self,
+        tensors: tuple,
+        lse: cute.Tensor | None,
+        o_partial: cute.Tensor | None,
+        counter: cute.Tensor | None,
+        numbers: tuple,
+        stream,
+    ):
         """`numbers`: (scale, left, right, softcap), the last three None in a plain Plan."""
         q, k, v, o = tensors
         scale, left, right, softcap = numbers
@@ -140,53 +149,59 @@ class ForwardSm90:
         scale_log2, cap_factor = scale * LOG2_E, None
         if cutlass.const_expr(self.softcap):
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
-        self.kernel(sources, lse, o_partial, scale_log2, cap_factor, sizes, layouts).launch(
-            grid=(self._ctas(sizes, splits), 1, 1),
+        self.kernel(sources, (lse, o_partial, counter), scale_log2, cap_factor, sizes, layouts).launch(
+            grid=(self._ctas(sizes, splits, counter is not None), 1, 1),
             block=(self.schedule.threads, 1, 1),
             stream=stream,
         )
 
     @cute.jit
-    def _ctas(self, sizes: Sizes, splits: Int32) -> Int32:
+    def _ctas(self, sizes: Sizes, splits: Int32, drawn: cutlass.Constexpr[bool]) -> Int32:
         units = self._units(sizes, splits)
         stay = cutlass.min(units, self.max_ctas)
+        if cutlass.const_expr(drawn):
+            return stay
         return stay if sizes.seqlen_k <= self.persistent_keys else units
 
     def _units(self, sizes: Sizes, splits: Int32) -> Int32:
         return splits * tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
 
     @cute.jit
-    def _unit(self, index: Int32, sizes: Sizes, splits: Int32) -> Unit:
-        tile, m_blocks = self.tile, cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
-        group = sizes.heads_q // sizes.heads_kv
+    def _ticket(self, index: Int32, sizes: Sizes, splits: Int32) -> Ticket:
+        m_blocks, group = cute.ceil_div(sizes.seqlen_q, self.tile.tile_m), sizes.heads_q // sizes.heads_kv
         if cutlass.const_expr(self.causal and not self.windowed):
             keys = cutlass.min(sizes.seqlen_k, 1 << 20)  # beyond any L2, and the product stays within 32 bits
             kv_bytes = keys * (self.width_qk + self.width_v) * 2
             work = longest_first(index // splits, m_blocks, sizes.heads_q, sizes.batch, kv_bytes, group)
         else:
             work = head_by_head(index // splits, m_blocks, sizes.heads_q)
+        return Ticket(Int32(index < self._units(sizes, splits)), work, index % splits)
+
+    @cute.jit
+    def _unit(self, ticket: Ticket, sizes: Sizes, splits: Int32) -> Unit:
+        tile, work = self.tile, ticket.work
         row_start = work.m_block * tile.tile_m
         if cutlass.const_expr(self.windowed):  # its keys are never split
             bounds = (sizes.left, sizes.right)
             tiles = window_tiles(row_start, tile, (sizes.seqlen_q, sizes.seqlen_k), bounds, self.mask)
         else:
             tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.causal)
-            tiles = part_of(tiles, index % splits, splits)
+            tiles = part_of(tiles, ticket.split, splits)
         tiles = never_none(tiles, cute.ceil_div(sizes.seqlen_k, tile.tile_n))
-        return Unit(work, work.head // group, row_start, index % splits, tiles)
+        return Unit(work, row_start, ticket.split, tiles)
 
     @cute.kernel
     def kernel(
         self,
         sources: Sources,
-        lse: cute.Tensor | None,  # where keys are split: state_partial (splits, batch, heads_q, seqlen_q, 2)
-        o_partial: cute.Tensor | None,
+        results: tuple,  # (lse, o_partial, counter); where keys are split, lse is state_partial (splits, ..., 2)
         scale_log2: Float32,
         cap_factor: Float32 | None,
         sizes: Sizes,
         layouts: ForwardLayouts,
     ):
         tile, schedule = self.tile, self.schedule
+        lse, o_partial, counter = results
         storage = SmemAllocator().allocate(forward_storage(layouts, tile.stages, self.dtype, self.o_apart))
         o_room = storage.o if cutlass.const_expr(self.o_apart) else storage.q
         smem = (
@@ -194,6 +209,8 @@ class ForwardSm90:
             storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner),
             storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
         )
+        words = storage.tickets.get_tensor(cute.make_layout((WORDS, SLOTS)))
+        tickets = open_tickets(storage.ticket_barriers.data_ptr(), words, schedule.mma_threads)
         s_o = o_room.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
         pipes = open_forward(storage, layouts, (self.q_slots, tile.stages), self.dtype, schedule)
 
@@ -203,12 +220,13 @@ class ForwardSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp == 0:
-                self.load_role(pipes, sources, smem, sizes, splits)
+                self.load_role((pipes, tickets), sources, smem, sizes, splits, counter)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             group = warp // 4 - 1
             context = MmaContext(
                 pipes=pipes,
+                tickets=tickets,
                 frags=make_fragments(self.mmas, smem, group),
                 state=make_row_state(2),
                 done=make_row_state(2),
@@ -223,23 +241,36 @@ class ForwardSm90:
             self.mma_role(context, room, (lse, o_partial), sizes, splits)
 
     @cute.jit
-    def load_role(self, pipes: ForwardPipelines, sources: Sources, smem: tuple, sizes: Sizes, splits: Int32):
-        rounds = rounds_of(self._units(sizes, splits))
+    def load_role(
+        self, pipes: tuple, sources: Sources, smem: tuple, sizes: Sizes, splits: Int32, counter: cute.Tensor | None
+    ):
+        pipes, tickets = pipes
+        units = self._units(sizes, splits)
+        rounds = rounds_of(units)
+        drawn = sizes.seqlen_k > self.persistent_keys
+        group = sizes.heads_q // sizes.heads_kv
         s_q, s_k, s_v = smem
         q_box, k_box = (self.tile.tile_m, self.width_qk), (self.tile.tile_n, self.width_qk)
         v_box = (self.width_v, self.tile.tile_n)
-        q_state, k_state, v_state = forward_states(pipelines.PipelineUserType.Producer, self.q_slots, self.tile.stages)
-        for step in cutlass.range(rounds.count, unroll=1):
-            unit = self._unit(rounds.unit(step), sizes, splits)
-            work = unit.work
-            q_state, k_state, v_state = load_forward(
+        states = forward_states(pipelines.PipelineUserType.Producer, self.q_slots, self.tile.stages)
+        ticket_state = ticket_states(pipelines.PipelineUserType.Producer)
+        ticket, step = self._ticket(rounds.unit(0), sizes, splits), Int32(0)
+        ticket_state = publish(tickets, ticket_state, ticket)
+        while ticket.live != 0:
+            following = self._ticket(following_unit(rounds, step, units, counter, drawn), sizes, splits)
+            ticket_state = publish(tickets, ticket_state, following)
+            unit = self._unit(ticket, sizes, splits)
+            work, head_kv = unit.work, unit.work.head // group
+            states = load_forward(
                 pipes,
-                (q_state, k_state, v_state),
+                states,
                 tile_copy(sources.q, s_q, q_box, (work.m_block, 0), work.head, work.batch),
-                tile_copy(sources.k, s_k, k_box, (None, 0), unit.head_kv, work.batch),
-                tile_copy(sources.v, s_v, v_box, (0, None), unit.head_kv, work.batch),
+                tile_copy(sources.k, s_k, k_box, (None, 0), head_kv, work.batch),
+                tile_copy(sources.v, s_v, v_box, (0, None), head_kv, work.batch),
                 unit.tiles,
             )
+            ticket = following
+            step += 1
 
     @cute.jit
     def mma_role(self, context: MmaContext, room: OutputRoom, results: tuple, sizes: Sizes, splits: Int32):
@@ -248,21 +279,21 @@ class ForwardSm90:
         Where Q has two slots, a CTA's query tiles run into each other: the first scores of the next are issued with the
         last P V of this one, as inside a tile, and their softmax runs under it.
         """
-        rounds = rounds_of(self._units(sizes, splits))
         states = forward_states(pipelines.PipelineUserType.Consumer, self.q_slots, self.tile.stages)
+        ticket_state = ticket_states(pipelines.PipelineUserType.Consumer)
         grant_first_turn(context.turn, self.schedule)
-        unit = self._unit(rounds.unit(0), sizes, splits)
+        ticket, ticket_state = receive(context.tickets, ticket_state)
+        unit, live = self._unit(ticket, sizes, splits), ticket.live
         if cutlass.const_expr(self.carries):
             states = self.enter(context, states, unit)
-        for step in cutlass.range(rounds.count, unroll=1):
+        while live != 0:
             if cutlass.const_expr(not self.carries):
                 states = self.enter(context, states, unit)
             states = self.walk(context, states, unit)
-            following = unit
-            if step + 1 < rounds.count:
-                following = self._unit(rounds.unit(step + 1), sizes, splits)
+            ticket, ticket_state = receive(context.tickets, ticket_state)
+            following = self._unit(ticket, sizes, splits)
             if cutlass.const_expr(self.carries):
-                if step + 1 < rounds.count:
+                if ticket.live != 0:
                     states = self.cross(context, states, following)
                 else:
                     states = self.leave(context, states)
@@ -274,7 +305,7 @@ class ForwardSm90:
             if cutlass.const_expr(not self.o_apart):
                 wait_output(context.thread, to_all=True)
                 states = self.release_q(context, states)
-            unit = following
+            unit, live = following, ticket.live
         wait_output(context.thread, to_all=False)
 
     @cute.jit
@@ -437,7 +468,7 @@ class BoundedForwardSm90(ForwardSm90):
         softcap: Float32,
         stream,
     ):
-        self.launch((q, k, v, o), lse, None, (scale, left, right, softcap), stream)
+        self.launch((q, k, v, o), lse, None, None, (scale, left, right, softcap), stream)
 
 
 class SplitForwardSm90(ForwardSm90):
@@ -456,5 +487,23 @@ class SplitForwardSm90(ForwardSm90):
         state_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, 2) float32
         stream,
     ):
-        self.launch((q, k, v, o), state_partial, o_partial, (scale, None, None, None), stream)
+        self.launch((q, k, v, o), state_partial, o_partial, None, (scale, None, None, None), stream)
         launch_combine(o_partial, state_partial, o, lse, stream)
+
+
+class DrawnForwardSm90(ForwardSm90):
+    """The same kernel for query tiles of unequal length: beyond `persistent_keys`, CTAs draw the next one."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        scale: Float32,
+        counter: cute.Tensor,  # (1,) int32, zero before and after
+        stream,
+    ):
+        self.launch((q, k, v, o), lse, None, counter, (scale, None, None, None), stream)

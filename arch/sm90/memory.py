@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Int64
+from cutlass import Int32, Int64
 from cutlass.utils import LayoutEnum
 
 from cute_flash.spec.plan import Tile
 
+from .queue import SLOTS, WORDS
 from .schedule import ROWS_PER_WARPGROUP
 
 SWIZZLE_ALIGN = 1024  # bytes: one period of the 128-byte swizzle
@@ -49,6 +50,8 @@ def forward_storage(layouts: ForwardLayouts, stages: int, dtype: type, o_apart: 
         q_barriers: cute.struct.MemRange[Int64, 2 * q_slots]
         k_barriers: cute.struct.MemRange[Int64, 2 * stages]
         v_barriers: cute.struct.MemRange[Int64, 2 * stages]
+        ticket_barriers: cute.struct.MemRange[Int64, 2 * SLOTS]
+        tickets: cute.struct.MemRange[Int32, WORDS * SLOTS]
         q: cute.struct.Align[cute.struct.MemRange[dtype, q_elements], SWIZZLE_ALIGN]
         o: cute.struct.Align[cute.struct.MemRange[dtype, o_elements], SWIZZLE_ALIGN]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], SWIZZLE_ALIGN]

@@ -4,6 +4,7 @@ from cute_flash.spec.plan import Tile
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
 SPLIT = "split"  # Plan.variant: several CTAs share a query tile, each takes a run of key tiles
+DRAWN = "drawn"  # CTAs draw query tiles from a counter
 WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every true head_dim under its width
 
 # (width of q and k, width of v, mask) -> Tile. TFLOP/s on an NVIDIA H200, 2026-11-30, bf16, 16384 tokens,
@@ -64,6 +65,9 @@ def persistent_keys(width_qk: int, width_v: int, mask: str) -> int:
     720/724; d=256 486/472, 731/728. Causal: d=64 S=4096 471/447, 8192 523/524; d=96 519/507, 563/554; d=128 S=1024
     379/376, 2048 459/504; (192,128) S=2048 515/496, 4096 544/633; d=256 S=512 247/265.
     """
+    import os
+    if "X_PERS" in os.environ and os.environ["X_PERS"]!="":
+        return int(os.environ["X_PERS"])
     if mask != "causal":
         return EVERY_LENGTH
     if width_v > 128:
