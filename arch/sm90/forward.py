@@ -20,8 +20,17 @@ from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E, pack_fragment
 from ..common.order import WorkTile, head_by_head, longest_first, rounds_of, tile_count
 from ..common.rowstate import RowState, make_row_state, reset, settle
-from .epilogue import OutputRoom, OutputShape, store_lse, store_output, store_partial, store_state, wait_output
-from .load import TmaSource, load_forward, tile_copy
+from .epilogue import (
+    OutputRoom,
+    OutputShape,
+    store_direct,
+    store_lse,
+    store_output,
+    store_partial,
+    store_state,
+    wait_output,
+)
+from .load import Loads, TmaSource, load_first, load_keys, load_last, tile_copy
 from .mask import mask_scores, mask_window
 from .memory import ForwardLayouts, forward_layouts, forward_storage
 from .mma import ForwardMmas, Fragments, issue_output, issue_scores, make_fragments
@@ -42,13 +51,17 @@ from .softmax import cap_scores, finish, rescale_if_any, rescale_output, softmax
 from .tiles import o_apart, persistent_keys, q_slots, skips_rescale
 
 
+import os
+DRAW_LEAD = 1  # key tiles still to be loaded when the next unit is drawn
+
+
 class Sources(NamedTuple):
     """What the kernel reads and writes through TMA."""
 
     q: TmaSource  # (seqlen_q, head_dim, heads_q, batch)
     k: TmaSource  # (seqlen_k, head_dim, heads_kv, batch)
     v: TmaSource  # (head_dim_v, seqlen_k, heads_kv, batch)
-    o: TmaSource  # (seqlen_q, head_dim_v, heads_q, batch)
+    o: TmaSource | None  # (seqlen_q, head_dim_v, heads_q, batch)
 
 
 class Sizes(NamedTuple):
@@ -103,7 +116,8 @@ class ForwardSm90:
         self.o_apart = o_apart(plan.tile, plan.head_dim, plan.head_dim_v)
         self.q_slots = q_slots(plan.tile, plan.head_dim, plan.head_dim_v)
         self.carries = self.q_slots > 1
-        self.output_shape = OutputShape(plan.head_dim_v, self.schedule.mma_threads, self.o_apart)
+        self.early_q = os.environ.get("X_EQ","0")=="1" and not self.carries
+        self.output_shape = OutputShape(plan.head_dim_v, self.schedule.mma_threads)
 
     @cute.jit
     def __call__(
@@ -142,14 +156,15 @@ class ForwardSm90:
             q=source(load, q, [1, 3, 2, 0], layouts.q, (tile.tile_m, self.width_qk)),
             k=source(load, k, [1, 3, 2, 0], layouts.k, (tile.tile_n, self.width_qk)),
             v=source(load, v, [3, 1, 2, 0], layouts.v, (self.width_v, tile.tile_n)),
-            o=source(store, o, [1, 3, 2, 0], layouts.o, (64, self.width_v)),
+            o=source(store, o, [1, 3, 2, 0], layouts.o, (64, self.width_v)) if self.o_apart else None,
         )
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         splits = 1 if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
         scale_log2, cap_factor = scale * LOG2_E, None
         if cutlass.const_expr(self.softcap):
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
-        self.kernel(sources, (lse, o_partial, counter), scale_log2, cap_factor, sizes, layouts).launch(
+        out = None if self.o_apart else o
+        self.kernel(sources, (lse, o_partial, counter, out), scale_log2, cap_factor, sizes, layouts).launch(
             grid=(self._ctas(sizes, splits, counter is not None), 1, 1),
             block=(self.schedule.threads, 1, 1),
             stream=stream,
@@ -194,16 +209,15 @@ class ForwardSm90:
     def kernel(
         self,
         sources: Sources,
-        results: tuple,  # (lse, o_partial, counter); where keys are split, lse is state_partial (splits, ..., 2)
+        results: tuple,  # (lse, o_partial, counter, out); where keys are split, lse is state_partial (splits, ..., 2)
         scale_log2: Float32,
         cap_factor: Float32 | None,
         sizes: Sizes,
         layouts: ForwardLayouts,
     ):
         tile, schedule = self.tile, self.schedule
-        lse, o_partial, counter = results
+        lse, o_partial, counter, out = results
         storage = SmemAllocator().allocate(forward_storage(layouts, tile.stages, self.dtype, self.o_apart))
-        o_room = storage.o if cutlass.const_expr(self.o_apart) else storage.q
         smem = (
             storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
             storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner),
@@ -211,7 +225,9 @@ class ForwardSm90:
         )
         words = storage.tickets.get_tensor(cute.make_layout((WORDS, SLOTS)))
         tickets = open_tickets(storage.ticket_barriers.data_ptr(), words, schedule.mma_threads)
-        s_o = o_room.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
+        s_o = None
+        if cutlass.const_expr(self.o_apart):
+            s_o = storage.o.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
         pipes = open_forward(storage, layouts, (self.q_slots, tile.stages), self.dtype, schedule)
 
         thread, _, _ = cute.arch.thread_idx()
@@ -238,7 +254,7 @@ class ForwardSm90:
                 cap_factor=cap_factor,
             )
             room = OutputRoom(s_o, sources.o)
-            self.mma_role(context, room, (lse, o_partial), sizes, splits)
+            self.mma_role(context, room, (lse, o_partial, out), sizes, splits)
 
     @cute.jit
     def load_role(
@@ -257,24 +273,26 @@ class ForwardSm90:
         ticket, step = self._ticket(rounds.unit(0), sizes, splits), Int32(0)
         ticket_state = publish(tickets, ticket_state, ticket)
         while ticket.live != 0:
-            following = self._ticket(following_unit(rounds, step, units, counter, drawn), sizes, splits)
-            ticket_state = publish(tickets, ticket_state, following)
             unit = self._unit(ticket, sizes, splits)
-            work, head_kv = unit.work, unit.work.head // group
-            states = load_forward(
-                pipes,
-                states,
+            work, head_kv, tiles = unit.work, unit.work.head // group, unit.tiles
+            loads = Loads(
                 tile_copy(sources.q, s_q, q_box, (work.m_block, 0), work.head, work.batch),
                 tile_copy(sources.k, s_k, k_box, (None, 0), head_kv, work.batch),
                 tile_copy(sources.v, s_v, v_box, (0, None), head_kv, work.batch),
-                unit.tiles,
             )
-            ticket = following
+            states = load_first(pipes, states, loads, tiles)
+            # as late as the answer can still be there in time: who is ready first shall draw first
+            late = cutlass.min(tiles.first + int(os.environ.get('X_LEAD','1')), tiles.last - 1)
+            states = load_keys(pipes, states, loads, late, tiles.last - 1)
+            ticket = self._ticket(following_unit(rounds, step, units, counter, drawn), sizes, splits)
+            ticket_state = publish(tickets, ticket_state, ticket)
+            states = load_keys(pipes, states, loads, tiles.first, late)
+            states = load_last(pipes, states, loads, tiles)
             step += 1
 
     @cute.jit
     def mma_role(self, context: MmaContext, room: OutputRoom, results: tuple, sizes: Sizes, splits: Int32):
-        """`results`: (lse, o_partial), see kernel.
+        """`results`: (lse, o_partial, out), see kernel.
 
         Where Q has two slots, a CTA's query tiles run into each other: the first scores of the next are issued with the
         last P V of this one, as inside a tile, and their softmax runs under it.
@@ -284,11 +302,8 @@ class ForwardSm90:
         grant_first_turn(context.turn, self.schedule)
         ticket, ticket_state = receive(context.tickets, ticket_state)
         unit, live = self._unit(ticket, sizes, splits), ticket.live
-        if cutlass.const_expr(self.carries):
-            states = self.enter(context, states, unit)
+        states = self.enter(context, states, unit)
         while live != 0:
-            if cutlass.const_expr(not self.carries):
-                states = self.enter(context, states, unit)
             states = self.walk(context, states, unit)
             ticket, ticket_state = receive(context.tickets, ticket_state)
             following = self._unit(ticket, sizes, splits)
@@ -297,22 +312,21 @@ class ForwardSm90:
                     states = self.cross(context, states, following)
                 else:
                     states = self.leave(context, states)
+                self.hand_out(context, room, results, unit)
+            elif ticket.live != 0:
+                states = self.step_over(context, states, (unit, following), room, results)
             else:
                 states = self.leave(context, states)
-                if cutlass.const_expr(self.o_apart):
-                    states = self.release_q(context, states)
-            self.hand_out(context, room, results, unit)
-            if cutlass.const_expr(not self.o_apart):
-                wait_output(context.thread, to_all=True)
-                states = self.release_q(context, states)
+                self.hand_out(context, room, results, unit)
             unit, live = following, ticket.live
-        wait_output(context.thread, to_all=False)
+        if cutlass.const_expr(self.o_apart):
+            wait_output(context.thread)
 
     @cute.jit
     def hand_out(self, context: MmaContext, room: OutputRoom, results: tuple, unit: Unit):
         """O and LSE, or a split's share of them, leave; O starts anew."""
         frags, state, thread, tile_m = context.frags, context.done, context.thread, self.tile.tile_m
-        lse, o_partial = results
+        lse, o_partial, out = results
         finish(frags.o, state)
         if cutlass.const_expr(o_partial is not None):
             state_partial = lse[unit.split, None, None, None, None]
@@ -322,14 +336,12 @@ class ForwardSm90:
         else:
             if cutlass.const_expr(lse is not None):
                 store_lse(lse, state, unit.work, thread, tile_m, context.scale_log2)
-            store_output(frags.o, room, unit.work, thread, self.output_shape)
+            if cutlass.const_expr(self.o_apart):
+                store_output(frags.o, room, unit.work, thread, self.output_shape)
+            else:
+                rows = out[unit.work.batch, None, unit.work.head, None]
+                store_direct(frags.o, rows, thread, unit.row_start, self.dtype)
         frags.o.fill(0.0)
-
-    def release_q(self, context: MmaContext, states: tuple) -> tuple:
-        q_state, k_state, v_state = states
-        context.pipes.q.consumer_release(q_state)
-        q_state.advance()
-        return q_state, k_state, v_state
 
     @cute.jit
     def enter(self, context: MmaContext, states: tuple, unit: Unit):
@@ -343,6 +355,9 @@ class ForwardSm90:
         issue_scores(self.mmas, frags, q_state.index, k_state.index)
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
+        if cutlass.const_expr(self.early_q):
+            if unit.tiles.last - 1 == unit.tiles.first:
+                pipes.q.consumer_release(q_state)
         k_state.advance()
         self.probabilities(context, unit.row_start, unit.tiles.last - 1, True)
         pack_fragment(frags.s, frags.p_packed, self.dtype)
@@ -356,19 +371,19 @@ class ForwardSm90:
         masked_end = cutlass.min(tiles.unmasked, tiles.last - 1)
         if cutlass.const_expr(self.causal or self.windowed):  # a full mask hides keys of the last tile only
             for step in cutlass.range(tiles.last - 1 - masked_end, unroll=1):
-                self.step(context, (q_state, k_state, v_state), (unit.row_start, tiles.last - 2 - step), True)
+                self.step(context, (q_state, k_state, v_state), (unit.row_start, tiles.last - 2 - step, tiles.first), True)
                 k_state.advance()
                 v_state.advance()
         whole = tiles.first
         if cutlass.const_expr(self.mask.left):
             whole = cutlass.min(tiles.whole, masked_end)
         for step in cutlass.range(masked_end - whole, unroll=1):
-            self.step(context, (q_state, k_state, v_state), (unit.row_start, masked_end - 1 - step), False)
+            self.step(context, (q_state, k_state, v_state), (unit.row_start, masked_end - 1 - step, tiles.first), False)
             k_state.advance()
             v_state.advance()
         if cutlass.const_expr(self.mask.left):
             for step in cutlass.range(whole - tiles.first, unroll=1):
-                self.step(context, (q_state, k_state, v_state), (unit.row_start, whole - 1 - step), True)
+                self.step(context, (q_state, k_state, v_state), (unit.row_start, whole - 1 - step, tiles.first), True)
                 k_state.advance()
                 v_state.advance()
         return q_state, k_state, v_state
@@ -412,6 +427,36 @@ class ForwardSm90:
         return q_state, k_state, v_state
 
     @cute.jit
+    def step_over(self, context: MmaContext, states: tuple, units: tuple, room: OutputRoom, results: tuple):
+        """The same where Q has one slot: the next Q arrives under the last P V, and O leaves under the first scores."""
+        pipes, frags = context.pipes, context.frags
+        unit, following = units
+        q_state, k_state, v_state = states
+        if cutlass.const_expr(not self.early_q):
+            pipes.q.consumer_release(q_state)
+        q_state.advance()
+        wait_full(pipes.v, v_state)
+        issue_output(self.mmas, frags, v_state.index)
+        wait_full(pipes.q, q_state)
+        wait_full(pipes.k, k_state)
+        issue_scores(self.mmas, frags, q_state.index, k_state.index)
+        warpgroup.wait_group(1)
+        pipes.v.consumer_release(v_state)
+        v_state.advance()
+        settle(context.state, context.done)
+        reset(context.state)
+        self.hand_out(context, room, results, unit)
+        warpgroup.wait_group(0)
+        pipes.k.consumer_release(k_state)
+        if cutlass.const_expr(self.early_q):
+            if following.tiles.last - 1 == following.tiles.first:
+                pipes.q.consumer_release(q_state)
+        k_state.advance()
+        self.probabilities(context, following.row_start, following.tiles.last - 1, True)
+        pack_fragment(frags.s, frags.p_packed, self.dtype)
+        return q_state, k_state, v_state
+
+    @cute.jit
     def probabilities(self, context: MmaContext, row_start: Int32, key_tile: Int32, masked: bool):
         scores = context.frags.s
         if cutlass.const_expr(self.softcap):
@@ -441,6 +486,9 @@ class ForwardSm90:
         pass_turn(context.turn, self.schedule)
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
+        if cutlass.const_expr(self.early_q):
+            if place[1] == place[2]:
+                pipes.q.consumer_release(q_state)
         self.probabilities(context, place[0], place[1], masked)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)

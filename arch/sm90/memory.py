@@ -43,7 +43,7 @@ def forward_layouts(tile: Tile, width_qk: int, width_v: int, dtype: type, q_slot
 def forward_storage(layouts: ForwardLayouts, stages: int, dtype: type, o_apart: bool) -> type:
     q_elements, o_elements, q_slots = cute.cosize(layouts.q), cute.cosize(layouts.o), cute.size(layouts.q, mode=[2])
     if not o_apart:
-        q_elements, o_elements = max(q_elements, o_elements), 0
+        o_elements = 0
 
     @cute.struct
     class Storage:
