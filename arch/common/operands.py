@@ -32,7 +32,7 @@ def _partials(plan: Plan, rows: tuple) -> tuple[cute.Tensor, cute.Tensor]:
     )
 
 
-def compile_forward(kernel: Callable[..., Any], plan: Plan, split: bool, options: str = "", drawn: bool = False):
+def compile_forward(kernel: Callable[..., Any], plan: Plan, split: bool, options: str = ""):
     """kernel(q, k, v, out, lse, scale[, left, right, softcap][, o_partial, state_partial][, counter], stream),
     compiled to a TVM-FFI function."""
     dtype = DTYPES[plan.dtype]
@@ -55,7 +55,7 @@ def compile_forward(kernel: Callable[..., Any], plan: Plan, split: bool, options
             cutlass.Float32(1.0),
             *(() if plan.plain else (cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(0.0))),
             *(_partials(plan, rows) if split else ()),
-            *((make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4),) if drawn else ()),
+            *((make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4),) if plan.draws else ()),
             make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --gpu-arch {plan.arch} {options}",
         )

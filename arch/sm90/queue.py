@@ -1,7 +1,7 @@
 """WHICH NEXT: the load warp decides what the CTA works on, and tells the MMA warps through a ring.
 
-In a fixed order there and back over the CTAs, or, where units are unequal and many, by drawing numbers from a counter in
-global memory, which the last draw of a launch sets back to zero.
+In a fixed order, there and back over the CTAs; or, where units are unequal, by drawing numbers from a counter in global
+memory, which the last draw of a launch sets back to zero.
 """
 
 from typing import NamedTuple
@@ -80,10 +80,8 @@ def draw(counter: cute.Tensor, units: Int32) -> Int32:
 
 
 @cute.jit
-def following_unit(rounds: Rounds, step: Int32, units: Int32, counter: cute.Tensor | None, drawn) -> Int32:
-    """Index of the CTA's unit after its `step`-th; from `units` on there is none. `drawn`: by number, not in order."""
-    following = rounds.unit(step + 1)
-    if cutlass.const_expr(counter is not None):
-        if drawn:
-            following = rounds.ctas + draw(counter, units)
-    return following
+def following_unit(rounds: Rounds, step: Int32, units: Int32, counter: cute.Tensor | None) -> Int32:
+    """Index of the CTA's unit after its `step`-th; from `units` on there is none."""
+    if cutlass.const_expr(counter is None):
+        return rounds.unit(step + 1)
+    return rounds.ctas + draw(counter, units)

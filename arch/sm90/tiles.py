@@ -4,7 +4,6 @@ from cute_flash.spec.plan import Tile
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
 SPLIT = "split"  # Plan.variant: several CTAs share a query tile, each takes a run of key tiles
-DRAWN = "drawn"  # CTAs draw query tiles from a counter
 WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every true head_dim under its width
 
 # (width of q and k, width of v, mask) -> Tile. TFLOP/s on an NVIDIA H200, 2026-11-30, bf16, 16384 tokens,
@@ -55,27 +54,6 @@ SHORT = {
 # +0.9 in two other runs.
 SKIPS_RESCALE = {(64, 64, "full"), (96, 96, "full"), (256, 256, "full"), (256, 256, "causal")}
 
-EVERY_LENGTH = 2**31 - 1
-
-
-def persistent_keys(width_qk: int, width_v: int, mask: str) -> int:
-    """seqlen_k up to which CTAs stay and take tile after tile; beyond, a CTA a tile, which balances unequal tiles.
-
-    NVIDIA H200, 2026-11-30, TFLOP/s persistent / one CTA a tile. Full: d=64 S=512 340/303, 16k 543/540; d=128 474/427,
-    720/724; d=256 486/472, 731/728. Causal: d=64 S=4096 471/447, 8192 523/524; d=96 519/507, 563/554; d=128 S=1024
-    379/376, 2048 459/504; (192,128) S=2048 515/496, 4096 544/633; d=256 S=512 247/265.
-    """
-    import os
-    if "X_PERS" in os.environ and os.environ["X_PERS"]!="":
-        return int(os.environ["X_PERS"])
-    if mask != "causal":
-        return EVERY_LENGTH
-    if width_v > 128:
-        return 0
-    if max(width_qk, width_v) <= 96:
-        return 4096
-    return 1024 if width_qk <= 128 else 2048
-
 
 def width(head_dim: int) -> int:
     """The tiled head_dim: rounded up to the step, at least one swizzle atom (32 elements)."""
@@ -91,9 +69,6 @@ def forward_smem_bytes(tile: Tile, width_qk: int, width_v: int, o_apart: bool = 
 
 def q_slots(tile: Tile, width_qk: int, width_v: int) -> int:
     """Two where they fit beside O in its own room."""
-    import os
-    if os.environ.get("X_CARRY") == "0":
-        return 1
     both = forward_smem_bytes(tile, width_qk, width_v, o_apart=True) + 2 * tile.tile_m * width_qk + 16
     return 2 if both <= SMEM_LIMIT else 1
 
