@@ -38,7 +38,7 @@ class Sm90Backend:
             lse=problem.lse,
             softcap=softcap,
             ctas=problem.device.sm_count,
-            draws=mask.causal or mask.windowed or softcap,
+            draws=tiles.draws(str(mask), problem.short, softcap),
             tile=tiles.forward_tile(
                 problem.head_dim, problem.head_dim_v, str(mask), problem.short and not softcap, softcap
             ),

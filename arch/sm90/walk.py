@@ -32,7 +32,7 @@ from .pipeline import ForwardPipelines, Turn, forward_states, grant_first_turn, 
 from .queue import TicketRing, receive, ticket_states
 from .schedule import forward_schedule
 from .softmax import cap_scores, finish, rescale_if_any, rescale_output, softmax_step
-from .tiles import o_apart, q_slots, skips_rescale
+from .tiles import o_apart, q_slots, rescales_first, skips_rescale
 from .units import Sizes, Unit, Units
 
 
@@ -63,6 +63,7 @@ class Walk:
         self.o_apart = o_apart(plan.tile, plan.head_dim, plan.head_dim_v)
         self.q_slots = q_slots(plan.tile, plan.head_dim, plan.head_dim_v)
         self.carries = self.q_slots > 1
+        self.rescales_first = rescales_first(plan.head_dim, plan.head_dim_v, str(plan.mask))
         self.output_shape = OutputShape(plan.head_dim_v, self.schedule.mma_threads)
 
     @cute.jit
@@ -163,6 +164,8 @@ class Walk:
     def leave(self, context: MmaContext, states: tuple):
         """The last P V of a unit, with nothing else in flight."""
         q_state, k_state, v_state = states
+        if cutlass.const_expr(self.rescales_first):
+            self.rescale(context.frags, context)
         wait_full(context.pipes.v, v_state)
         issue_output(self.mmas, context.frags, v_state.index)
         warpgroup.wait_group(0)
@@ -182,6 +185,8 @@ class Walk:
         wait_full(pipes.k, k_state)
         wait_turn(context.turn, self.schedule)
         issue_scores(self.mmas, frags, q_state.index, k_state.index)
+        if cutlass.const_expr(self.rescales_first):
+            self.rescale(frags, context)
         wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
         pass_turn(context.turn, self.schedule)
@@ -214,6 +219,8 @@ class Walk:
         unit, following = units
         q_state, k_state, v_state = states
         q_state.advance()
+        if cutlass.const_expr(self.rescales_first):
+            self.rescale(frags, context)
         wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
         wait_full(pipes.q, q_state)
@@ -255,6 +262,8 @@ class Walk:
         wait_full(pipes.k, k_state)
         wait_turn(context.turn, self.schedule)
         issue_scores(self.mmas, frags, q_state.index, k_state.index)
+        if cutlass.const_expr(self.rescales_first):
+            self.rescale(frags, context)
         wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
         pass_turn(context.turn, self.schedule)
@@ -265,6 +274,12 @@ class Walk:
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         pack_fragment(frags.s, frags.p_packed, self.dtype)
+        if cutlass.const_expr(not self.rescales_first):
+            self.rescale(frags, context)
+
+    @cute.jit
+    def rescale(self, frags: Fragments, context: MmaContext):
+        """Of O, before the next P V: under the next scores where that is measured to be better, else at once."""
         if cutlass.const_expr(self.skips_rescale):
             rescale_if_any(frags.o, context.state)
         else:
