@@ -22,10 +22,10 @@ from ..common.order import rounds_of
 from ..common.rowstate import make_row_state
 from .epilogue import OutputRoom
 from .load import Loads, TmaSource, load_first, load_keys, load_last, tile_copy
-from .memory import ForwardLayouts, forward_layouts, forward_storage
+from .memory import TICKET_SLOTS, TICKET_WORDS, ForwardLayouts, forward_layouts, forward_storage
 from .mma import make_fragments
 from .pipeline import forward_states, open_forward, turn_of
-from .queue import SLOTS, WORDS, following_unit, open_tickets, publish, ticket_states
+from .queue import following_unit, open_tickets, publish, ticket_states
 from .schedule import WARPGROUP
 from .units import Sizes, Units
 from .walk import MmaContext, Walk
@@ -125,7 +125,7 @@ class ForwardSm90:
             storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner),
             storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
         )
-        words = storage.tickets.get_tensor(cute.make_layout((WORDS, SLOTS)))
+        words = storage.tickets.get_tensor(cute.make_layout((TICKET_WORDS, TICKET_SLOTS)))
         tickets = open_tickets(storage.ticket_barriers.data_ptr(), words, schedule.mma_threads)
         s_o = None
         if cutlass.const_expr(self.walk.o_apart):

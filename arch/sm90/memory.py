@@ -1,9 +1,11 @@
 """WHERE: the shared memory of a forward CTA.
 
-sQ  (tile_m, width_qk, q_slots)        later sO  (64, width_v, warpgroups): Q is dead once the last score is out
+sQ  (tile_m, width_qk, q_slots)
+sO  (64, width_v, warpgroups)          where it fits
 sK  (tile_n, width_qk, stages)         ring
 sV  (width_v, tile_n, stages)          ring; stored as loaded, keys x width_v, read by wgmma as an MN-major operand
-barriers                               full and empty of Q, of every K slot, of every V slot
+barriers                               full and empty of every slot of Q, of K, of V, of tickets
+tickets (TICKET_WORDS, TICKET_SLOTS)   see queue.py
 """
 
 from typing import NamedTuple
@@ -15,9 +17,9 @@ from cutlass.utils import LayoutEnum
 
 from cute_flash.spec.plan import Tile
 
-from .queue import SLOTS, WORDS
 from .schedule import ROWS_PER_WARPGROUP
 
+TICKET_SLOTS, TICKET_WORDS = 2, 8  # of the ring in which a CTA's next unit is announced
 SWIZZLE_ALIGN = 1024  # bytes: one period of the 128-byte swizzle
 
 
@@ -50,8 +52,8 @@ def forward_storage(layouts: ForwardLayouts, stages: int, dtype: type, o_apart: 
         q_barriers: cute.struct.MemRange[Int64, 2 * q_slots]
         k_barriers: cute.struct.MemRange[Int64, 2 * stages]
         v_barriers: cute.struct.MemRange[Int64, 2 * stages]
-        ticket_barriers: cute.struct.MemRange[Int64, 2 * SLOTS]
-        tickets: cute.struct.MemRange[Int32, WORDS * SLOTS]
+        ticket_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
+        tickets: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
         q: cute.struct.Align[cute.struct.MemRange[dtype, q_elements], SWIZZLE_ALIGN]
         o: cute.struct.Align[cute.struct.MemRange[dtype, o_elements], SWIZZLE_ALIGN]
         k: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.k)], SWIZZLE_ALIGN]

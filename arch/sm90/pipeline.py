@@ -3,10 +3,10 @@
 edge   slots   producer -> consumers                     full arrives     empty arrives
 Q      1 or 2  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
 K, V   stages  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
+ticket 2       load warp -> MMA threads (queue.py)       32 lanes         one per MMA thread
 
 named barrier        threads                     meaning
 TURN + w             256: warpgroups w-1 and w   warpgroup w may issue its matmuls (ping-pong)
-Q_DEAD               all MMA threads             every warpgroup has read its last Q: the room may take O
 O_STORED + w         128: warpgroup w            O of the warpgroup is in shared memory
 """
 
@@ -20,7 +20,7 @@ from cutlass import Int32
 from .memory import ForwardLayouts
 from .schedule import WARPGROUP, Schedule
 
-TURN, Q_DEAD, O_STORED = 1, 5, 6  # ids; 0 belongs to __syncthreads, TURN and O_STORED take up to four
+TURN, O_STORED = 1, 5  # ids; 0 belongs to __syncthreads, these take up to four
 
 
 class ForwardPipelines(NamedTuple):

@@ -12,9 +12,7 @@ import cutlass.pipeline as pipelines
 from cutlass import Int32
 
 from ..common.order import Rounds, WorkTile
-
-SLOTS = 2
-WORDS = 8  # of a slot: live, m_block, head, batch, split, padding
+from .memory import TICKET_SLOTS
 
 
 class Ticket(NamedTuple):
@@ -25,13 +23,13 @@ class Ticket(NamedTuple):
 
 class TicketRing(NamedTuple):
     pipe: pipelines.PipelineAsync
-    words: cute.Tensor  # (WORDS, SLOTS) Int32
+    words: cute.Tensor  # (TICKET_WORDS, TICKET_SLOTS) Int32: live, m_block, head, batch, split, padding
 
 
 def open_tickets(barriers: cute.Pointer, words: cute.Tensor, mma_threads: int) -> TicketRing:
     pipe = pipelines.PipelineAsync.create(
         barrier_storage=barriers,
-        num_stages=SLOTS,
+        num_stages=TICKET_SLOTS,
         producer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread, 32),
         consumer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread, mma_threads),
         defer_sync=True,
@@ -40,7 +38,7 @@ def open_tickets(barriers: cute.Pointer, words: cute.Tensor, mma_threads: int) -
 
 
 def ticket_states(role: pipelines.PipelineUserType) -> pipelines.PipelineState:
-    return pipelines.make_pipeline_state(role, SLOTS)
+    return pipelines.make_pipeline_state(role, TICKET_SLOTS)
 
 
 @cute.jit
