@@ -36,7 +36,7 @@ FORWARD = {
     (256, 256, "causal"): Tile(128, 80, stages=2),
 }
 
-# The same where there are at most problem.SHORT_KEYS keys (perf/results/hopper_tiles.csv): a tile is only a few steps
+# The same where there are at most problem.SHORT_KEYS keys (perf/results/hopper_schedules.csv): a tile is a few steps
 # long there, and narrower ones waste less above the diagonal.
 SHORT = {
     # S=512: 270, against 239 for 192x128; S=1024: 334 against 305 (S=2048: 417 against 443)
@@ -96,9 +96,9 @@ def draws(mask: str, short: bool, softcap: bool) -> bool:
     """Do CTAs draw their tiles? For unequal tiles it is worth 3 to 25%; equal ones gain 1%, less than the counter costs
     a host that is in a hurry with few keys. Kernels that take bounds always draw.
 
-    NVIDIA H200, causal, S=1024 4096 16384, a fixed order (or a CTA a tile, if better) / drawn: d=64 335/361 501/506
-    528/545; d=128 431/511 630/692 662/688; d=256 440/482 684/708 778/789. Full, S=1024 4096 16384: d=64 466/470 557/568
-    558/564; d=128 646/646 719/720 671/672; d=192 607/617 764/771 745/744.
+    NVIDIA H200 (perf/results/hopper_schedules.csv), S=1024 4096 16384, a fixed order (or a CTA a tile, if better) /
+    drawn. Causal: d=64 335/361 501/506 528/545; d=128 431/511 630/692 662/688; d=256 440/482 684/708 778/789. Full: d=64
+    466/470 557/568 558/564; d=128 646/646 719/720 671/672; d=192 607/617 764/771 745/744.
     """
     return mask != "full" or softcap or not short
 
