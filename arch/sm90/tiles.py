@@ -97,8 +97,8 @@ def draws(mask: str, short: bool, softcap: bool) -> bool:
     a host that is in a hurry with few keys. Kernels that take bounds always draw.
 
     NVIDIA H200 (perf/results/hopper_schedules.csv), S=1024 4096 16384, a fixed order (or a CTA a tile, if better) /
-    drawn. Causal: d=64 335/361 501/506 528/545; d=128 431/511 630/692 662/688; d=256 440/482 684/708 778/789. Full: d=64
-    466/470 557/568 558/564; d=128 646/646 719/720 671/672; d=192 607/617 764/771 745/744.
+    drawn. Causal: d=64 335/361 501/506 528/545; d=128 431/511 630/692 662/688; d=256 440/482 684/708 778/789. Full:
+    d=64 466/470 557/568 558/564; d=128 646/646 719/720 671/672; d=192 607/617 764/771 745/744.
     """
     return mask != "full" or softcap or not short
 
