@@ -26,33 +26,40 @@ class Sm90Backend:
         return support.refuse(problem)
 
     def plan(self, problem: Problem) -> Plan:
-        softcap, mask = "softcap" in problem.features, str(problem.mask)
+        """A forward's; a backward's has what the two share and its own tile."""
+        softcap, mask = "softcap" in problem.features, problem.mask
         dims = problem.head_dim, problem.head_dim_v
-        backward = problem.direction == BACKWARD
-        widths = tiles.backward_widths(*dims) if backward else tuple(tiles.width(dim) for dim in dims)
-        if backward:
-            tile = tiles.backward_tile(*dims, not softcap and not problem.mask.windowed)
-        else:
-            tile = tiles.forward_tile(*dims, mask, problem.short and not softcap, softcap)
-        return Plan(
+        forward = Plan(
             backend=self.name,
             direction=problem.direction,
             arch=ARCH,
             dtype=problem.dtype,
+            head_dim=tiles.width(dims[0]),
+            head_dim_v=tiles.width(dims[1]),
+            mask=mask,
+            lse=problem.lse,
+            softcap=softcap,
+            ctas=problem.device.sm_count,
+            draws=tiles.draws(str(mask), problem.short, softcap),
+            tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap),
+        )
+        if problem.direction == FORWARD:
+            return forward
+        widths, tile = tiles.backward_widths(*dims), tiles.backward_tile(*dims, forward.plain)
+        return replace(
+            forward,
             head_dim=widths[0],
             head_dim_v=widths[1],
-            mask=problem.mask,
-            lse=problem.lse,
             lse_grad=problem.lse_grad,
-            deterministic=backward and (problem.deterministic or not tiles.fused_backward(*dims)),
-            softcap=softcap,
-            ctas=0 if backward else problem.device.sm_count,
+            deterministic=problem.deterministic or not tiles.fused_backward(*dims),
+            ctas=0,
+            draws=False,
             tile=tile,
-            variant=tiles.backward_variant(*dims, tile) if backward else "",
+            variant=tiles.backward_variant(*dims, tile),
         )
 
     def split(self, plan: Plan) -> Plan | None:
-        return replace(plan, variant=tiles.SPLIT) if plan.direction == FORWARD and plan.plain else None
+        return replace(plan, variant=tiles.SPLIT, draws=False) if plan.direction == FORWARD and plan.plain else None
 
     def scratch(self, plan: Plan) -> ScratchRule | None:
         return tiles.backward_scratch(plan) if plan.direction == BACKWARD else None

@@ -20,11 +20,11 @@ from ..common.blocks import KeyTiles, key_tiles, window_tiles
 from ..common.delta import value_place
 from ..common.numeric import NEG_INF, exp2, pack_fragment
 from ..common.order import head_by_head, longest_first, tile_count
-from .epilogue import OutputRoom, OutputShape, store_output, wait_output
+from .grad.epilogue import GradientRoom, store_rows
 from .grad.load import fetch, tile_copy
 from .grad.memory import RowLayouts, TmaSource, row_layouts, row_storage, transposed
 from .grad.mma import as_operand, issue
-from .grad.pipeline import RowPipelines, open_rows, row_states
+from .grad.pipeline import OPERANDS_DEAD, RowPipelines, open_rows, row_states
 from .grad.schedule import Sizes, backward_schedule
 from .grad.weights import capped_weights
 from .mask import mask_scores, mask_window
@@ -197,9 +197,12 @@ class QueryGradientsSm90:
             )
             self.mma_role(context, tiles)
             context.dq.store(context.dq.load() * scale)
-            out = OutputRoom(room(storage.q, layouts.dq), sources.dq)
-            store_output(context.dq, out, work, thread, OutputShape(self.width_qk, schedule.mma_threads, apart=False))
-            wait_output(thread, to_all=False)
+            cute.arch.barrier(barrier_id=OPERANDS_DEAD, number_of_threads=schedule.mma_threads)
+            block = work.m_block * schedule.mma_warpgroups + warp_index // 4 - 1
+            out, place = GradientRoom(room(storage.q, layouts.dq), sources.dq), (block, work.head, work.batch)
+            store_rows(context.dq, out, place, thread, self.width_qk)
+            if warp_index % 4 == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def row_values(self, rows: cute.Tensor, row_start: Int32, thread: Int32, sizes: Sizes) -> tuple:
