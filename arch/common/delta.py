@@ -33,7 +33,7 @@ def value_place(row: Int32, tile_m: int) -> Int32:
 class Scratch(NamedTuple):
     """What a backward keeps in global memory between its kernels, float32; one allocation."""
 
-    dq: cute.Tensor | None  # (tile_m * width_qk, query tiles, heads_q, batch): sums, see convert.py; None for width 0
+    dq: cute.Tensor | None  # (tile_m * width_qk, query tiles, heads_q, batch): sums; None for width 0
     rows: cute.Tensor  # (2 * tile_m, query tiles, heads_q, batch): LSE in base 2 of a tile's rows, then their delta,
     # both in the order of value_place
     turns: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: how often a part of dQ was added to

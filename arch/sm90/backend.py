@@ -55,7 +55,7 @@ class Sm90Backend:
             ctas=0,
             draws=False,
             tile=tile,
-            variant=tiles.backward_variant(*dims, tile),
+            variant=tiles.backward_variant(*dims),
         )
 
     def split(self, plan: Plan) -> Plan | None:

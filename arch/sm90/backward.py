@@ -16,11 +16,12 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
 
-from ..common import convert, delta
+from ..common import delta
 from ..common.numeric import LOG2_E
+from .grad import convert
 from .grad.entry import BoundedEntry, PlainEntry
-from .grad.epilogue import GradientRoom, add_directly, add_dq, hand_over_dq, store_rows
-from .grad.load import Feed, load_role, tile_copy
+from .grad.epilogue import GradientRoom, add_dq, hand_over_dq, store_rows
+from .grad.load import Feed, load_role, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
 from .grad.memory import BackwardLayouts, TmaSource, backward_layouts, backward_storage
 from .grad.mma import Accumulators, BackwardMmas, Operands, as_operand, issue, make_accumulators, make_operands
@@ -37,7 +38,7 @@ from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Sizes, Unit, backward_sche
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .tiles import AHEAD, DIRECT, SHIFTS, dq_width
+from .tiles import dq_width
 
 
 class Sources(NamedTuple):
@@ -60,7 +61,6 @@ class MmaContext(NamedTuple):
     s_rows: cute.Tensor  # (2 * tile_m, stages)
     s_ds: cute.Tensor  # (tile_m, tile_n, slots)
     s_dq: cute.Tensor  # (elements, warpgroups)
-    sums: cute.Tensor  # (tile_m * width_dq, query tiles, heads_q) in global memory
     factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
     thread: Int32  # among the MMA threads
     key_start: Int32
@@ -77,8 +77,7 @@ class BackwardSm90(PlainEntry):
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
-        self.ahead, self.direct = AHEAD in plan.variant, DIRECT in plan.variant
-        self.deterministic, self.shifts = plan.deterministic, SHIFTS in plan.variant
+        self.deterministic = plan.deterministic
         self.width_dq = dq_width(plan.head_dim, plan.tile)
         self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype)
 
@@ -123,7 +122,7 @@ class BackwardSm90(PlainEntry):
             min_blocks_per_mp=1,
             stream=stream,
         )
-        shape = (tile.tile_m, self.width_dq, self.mmas.dq_columns)
+        shape = (tile.tile_m, self.mmas.dq_columns)
         convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
             grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream
         )
@@ -139,6 +138,9 @@ class BackwardSm90(PlainEntry):
         layouts: BackwardLayouts,
     ):
         tile, schedule = self.tile, self.schedule
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        prefetch_descriptors(warp_index, (sources.k, sources.q, sources.v, sources.do))
         storage = SmemAllocator().allocate(backward_storage(layouts, tile, self.width_dq, self.dtype))
 
         def room(part, layout):
@@ -151,9 +153,7 @@ class BackwardSm90(PlainEntry):
         s_dq = storage.dq.get_tensor(cute.make_layout(parts))
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
 
-        thread, _, _ = cute.arch.thread_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask, self.shifts)
+        unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp_index == LOAD_WARP:
@@ -167,7 +167,7 @@ class BackwardSm90(PlainEntry):
                     s_rows=s_rows,
                 )
                 load_role(pipes, feed, unit, tile.stages)
-            elif warp_index < FIRST_ADD_WARP + (0 if self.direct else schedule.mma_warpgroups):
+            elif warp_index < FIRST_ADD_WARP + schedule.mma_warpgroups:
                 self.add_role(s_dq, scratch, unit, warp_index - FIRST_ADD_WARP, sizes)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
@@ -178,7 +178,6 @@ class BackwardSm90(PlainEntry):
                 s_rows=s_rows,
                 s_ds=s_ds,
                 s_dq=s_dq,
-                sums=scratch.dq[None, None, None, unit.batch],
                 factors=factors,
                 thread=thread - WARPGROUP,
                 key_start=unit.key_block * tile.tile_n,
@@ -199,7 +198,7 @@ class BackwardSm90(PlainEntry):
             cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
         for member in cutlass.range(unit.group, unroll=1):
             for step in cutlass.range(tiles.count, unroll=1):
-                at, head = unit.tile(step), unit.head_first + member
+                at, head = tiles.first + step, unit.head_first + member
                 parts = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
                 more = (member + 1 < unit.group) | (step + 1 < tiles.count)
                 order = (None, 0)
@@ -210,54 +209,38 @@ class BackwardSm90(PlainEntry):
 
     @cute.jit
     def mma_role(self, context: MmaContext, unit: Unit):
-        pipes, ops, acc = context.pipes, context.ops, context.acc
+        pipes, acc = context.pipes, context.acc
         k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
         acc.dk.fill(0.0)
         acc.dv.fill(0.0)
         tiles, steps = unit.tiles, unit.tiles.count * unit.group
         if steps > 0:
             wait_full(pipes.k, k_state)
-            if cutlass.const_expr(self.ahead):
-                wait_full(pipes.q, q_state)
-                self.issue_scores(ops, acc, q_state.index)
             wait_full(pipes.v, v_state)
-            if cutlass.const_expr(self.ahead):
-                warpgroup.wait_group(0)
-                steps -= 1
-            at, head = unit.start, unit.head_first
+            at = tiles.first
             for step in cutlass.range(steps, unroll=1):
                 masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
-                self.step(context, q_state, do_state, (at, head, step % 2, masked), self.ahead)
+                self.step(context, q_state, do_state, (at, step % 2, masked))
                 q_state.advance()
                 do_state.advance()
                 at += 1
                 if at == tiles.last:
                     at = tiles.first
-                if at == unit.start:
-                    head += 1
-            if cutlass.const_expr(self.ahead):
-                masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
-                self.step(context, q_state, do_state, (at, head, steps % 2, masked), False)
-
-    def issue_scores(self, ops: Operands, acc: Accumulators, slot: Int32):
-        issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], ops.q[None, None, None, slot], False)
 
     @cute.jit
-    def step(self, context: MmaContext, q_state, do_state, turn: tuple, fetches: cutlass.Constexpr[bool]):
-        """One query tile. `turn`: (tile, head, slot of dS, is it masked); `fetches`: the next scores as well.
+    def step(self, context: MmaContext, q_state, do_state, turn: tuple):
+        """One query tile. `turn`: (tile, slot of dS, is it masked).
 
-        P is formed under dP, dS under dV; dQ leaves under dK, and under the next scores where they are issued ahead.
+        P is formed under dP, dS under dV, and dQ leaves under dK.
         """
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
-        at, head, ds_slot, masked = turn
-        if cutlass.const_expr(not self.ahead):
-            wait_full(pipes.q, q_state)
-            self.issue_scores(ops, acc, q_state.index)
+        at, ds_slot, masked = turn
+        wait_full(pipes.q, q_state)
+        q, do = ops.q[None, None, None, q_state.index], ops.do[None, None, None, do_state.index]
+        issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], q, False)
         wait_full(pipes.do, do_state)
-        do_columns = ops.do_columns[None, None, None, do_state.index]
-        issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], ops.do[None, None, None, do_state.index], False)
-        if cutlass.const_expr(not self.ahead):
-            warpgroup.wait_group(1)
+        issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], do, False)
+        warpgroup.wait_group(1)
         if masked:
             place = (at * self.tile.tile_m, context.key_start)
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
@@ -266,6 +249,7 @@ class BackwardSm90(PlainEntry):
             capped_probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors, self.kind)
         else:
             probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.kind)
+        do_columns = ops.do_columns[None, None, None, do_state.index]
         issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
         warpgroup.wait_group(1)
         score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
@@ -276,19 +260,9 @@ class BackwardSm90(PlainEntry):
         issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
         q_columns = ops.q_columns[None, None, None, q_state.index]
         issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
-        warpgroup.wait_group(2)  # dV is done, which ptxas wants to know before the next scores, or it serialises all
+        warpgroup.wait_group(1)
         pipes.do.consumer_release(do_state)
-        if cutlass.const_expr(fetches):
-            following = q_state.clone()
-            following.advance()
-            wait_full(pipes.q, following)
-            self.issue_scores(ops, acc, following.index)
-        warpgroup.wait_group(2 if fetches else 1)
-        if cutlass.const_expr(self.direct):
-            sums = context.sums[None, at, head]
-            add_directly(acc.dq, cute.make_tensor(sums.iterator, context.s_dq.layout), thread)
-        else:
-            hand_over_dq(acc.dq, context.s_dq, thread)
+        hand_over_dq(acc.dq, context.s_dq, thread)
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
 

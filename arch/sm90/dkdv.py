@@ -16,7 +16,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from .grad.epilogue import GradientRoom, store_columns
-from .grad.load import Feed, load_role, tile_copy
+from .grad.load import Feed, load_role, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
 from .grad.memory import TmaSource, WideLayouts, wide_layouts, wide_storage
 from .grad.mma import issue
@@ -108,6 +108,9 @@ class KeyGradientsSm90:
         layouts: WideLayouts,
     ):
         tile, schedule = self.tile, self.schedule
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        prefetch_descriptors(warp_index, (sources.k, sources.q, sources.v, sources.do))
         storage = SmemAllocator().allocate(wide_storage(layouts, tile, self.dtype))
 
         def room(part, layout):
@@ -119,8 +122,6 @@ class KeyGradientsSm90:
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
 
-        thread, _, _ = cute.arch.thread_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)

@@ -21,7 +21,7 @@ from ..common.delta import value_place
 from ..common.numeric import NEG_INF, exp2, pack_fragment
 from ..common.order import head_by_head, longest_first, tile_count
 from .grad.epilogue import GradientRoom, store_rows
-from .grad.load import fetch, tile_copy
+from .grad.load import fetch, prefetch_descriptors, tile_copy
 from .grad.memory import RowLayouts, TmaSource, row_layouts, row_storage, transposed
 from .grad.mma import as_operand, issue
 from .grad.pipeline import OPERANDS_DEAD, RowPipelines, open_rows, row_states
@@ -146,6 +146,9 @@ class QueryGradientsSm90:
         layouts: RowLayouts,
     ):
         tile, schedule = self.tile, self.schedule
+        thread, _, _ = cute.arch.thread_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        prefetch_descriptors(warp_index, (sources.q, sources.k, sources.do, sources.v))
         storage = SmemAllocator().allocate(row_storage(layouts, tile, self.dtype))
 
         def room(part, layout):
@@ -154,8 +157,6 @@ class QueryGradientsSm90:
         s_q, s_do = room(storage.q, layouts.q), room(storage.do, layouts.do)
         s_k, s_v = room(storage.k, layouts.k), room(storage.v, layouts.v)
         pipes = open_rows(storage, layouts, tile.stages, self.dtype, schedule)
-        thread, _, _ = cute.arch.thread_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         work, tiles = self.unit(sizes)
         head_kv = work.head // (sizes.heads_q // sizes.heads_kv)
         if warp_index < 4:

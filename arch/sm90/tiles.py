@@ -133,12 +133,6 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
 
 
-AHEAD = "ahead"  # Plan.variant: the scores of the next query tile are issued before dQ and dK of this one have ended
-
-DIRECT = "direct"  # Plan.variant: dQ is added from registers, not by a warp of its own from shared memory
-SHIFTS = (
-    "shifts"  # Plan.variant: CTAs of a head start with query tiles apart, so that they do not add to one all at once
-)
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
 DQ_KEYS = "keys"  # Plan.variant: "keys80" gives the kernel for dQ another tile_n than 64
@@ -184,11 +178,8 @@ def dq_tile(plan: Plan) -> Tile:
     return Tile(128, *keys or [64], stages=2)
 
 
-def backward_variant(head_dim: int, head_dim_v: int, tile: Tile) -> str:
-    """The scores of the next tile where registers hold them: 128 rows spill a word at d=64 causal."""
-    if not fused_backward(head_dim, head_dim_v):
-        return APART
-    return AHEAD if tile.tile_m == 64 else ""
+def backward_variant(head_dim: int, head_dim_v: int) -> str:
+    return "" if fused_backward(head_dim, head_dim_v) else APART
 
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
@@ -198,12 +189,8 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
         return tuple(replace(plan, variant=f"{APART} {DQ_KEYS}{count}") for count in keys) + (
             (replace(plan, tile=Tile(64, 64, stages=3)),) if plan.head_dim < 256 else ()
         )
-    tiles = [Tile(64, 128, stages=2)] + ([Tile(128, 128, stages=2)] if plan.head_dim + plan.head_dim_v <= 128 else [])
-    variants = ["", AHEAD]
-    if not plan.deterministic:
-        variants += [f"{each} {DIRECT}".strip() for each in variants]
-        variants += [f"{each} {SHIFTS}".strip() for each in variants] if str(plan.mask) == "full" else []
-    return tuple(replace(plan, tile=tile, variant=variant) for tile in tiles for variant in variants)
+    rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
+    return tuple(replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows)
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:

@@ -76,19 +76,6 @@ def hand_over_dq(dq: cute.Tensor, parts: cute.Tensor, thread: Int32):
 
 
 @cute.jit
-def add_directly(dq: cute.Tensor, sums: cute.Tensor, thread: Int32):
-    """A warpgroup's accumulators to global memory, 16 bytes an addition. sums: (elements, warpgroups), a tile's."""
-    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-    start = (sums[None, group].iterator + 4 * (thread % WARPGROUP)).toint()
-    values = cute.make_tensor(dq.iterator, cute.make_layout((4, cute.size(dq) // 4)))
-    for chunk in cutlass.range_constexpr(cute.size(dq) // 4):
-        cute.arch.inline_ptx(
-            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[start + chunk * (16 * WARPGROUP), *(values[i, chunk] for i in range(4))],
-        )
-
-
-@cute.jit
 def _wait_for(turns: cute.Tensor, group: Int32, turn: Int32):
     """Until a part of dQ was added to `turn` times. CTAs of lower index come first: they have started before."""
     address = (turns.iterator + group).toint()

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from .memory import TmaSource
 from .pipeline import BackwardPipelines, backward_states
-from .schedule import Unit
+from .schedule import LOAD_WARP, Unit
 
 
 class TileCopy(NamedTuple):
@@ -59,6 +59,14 @@ def fetch_queries(pipes: BackwardPipelines, state: pipelines.PipelineState, feed
 
 
 @cute.jit
+def prefetch_descriptors(warp: Int32, sources: tuple):
+    """By the load warp, while barriers are made."""
+    if warp == LOAD_WARP:
+        for source in cutlass.range_constexpr(len(sources)):
+            cpasync.prefetch_descriptor(sources[source].atom)
+
+
+@cute.jit
 def load_role(pipes: BackwardPipelines, feed: Feed, unit: Unit, stages: cutlass.Constexpr[int]):
     k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Producer, stages)
     tiles = unit.tiles
@@ -66,7 +74,7 @@ def load_role(pipes: BackwardPipelines, feed: Feed, unit: Unit, stages: cutlass.
         fetch(pipes.k, k_state, feed.k, unit.key_block, unit.head_kv)
         for member in cutlass.range(unit.group, unroll=1):
             for step in cutlass.range(tiles.count, unroll=1):
-                head, at = unit.head_first + member, unit.tile(step)
+                head, at = unit.head_first + member, tiles.first + step
                 fetch_queries(pipes, q_state, feed, at, head)
                 q_state.advance()
                 if member + step == 0:

@@ -189,6 +189,6 @@ def dq_chunks(registers: int) -> cute.Layout:
     """Where a warpgroup's float32 accumulators lie in its part of dQ: (register % 4, register / 4, thread) -> element.
 
     Four registers of a thread are neighbours, then come the threads: every store is 16 bytes, with no bank conflict,
-    and the part is one piece of memory for the bulk addition. common/convert.py undoes it.
+    and the part is one piece of memory for the bulk addition. grad/convert.py undoes it.
     """
     return cute.make_layout((4, registers // 4, WARPGROUP), stride=(1, 4 * WARPGROUP, 4))

@@ -42,27 +42,11 @@ class Unit(NamedTuple):
     head_first: Int32  # of the group's query heads
     group: Int32
     tiles: RowTiles
-    start: Int32  # the tile that the walk of a head starts with; it goes on to the last and from the first
-
-    def tile(self, step: Int32) -> Int32:
-        """Of a head's walk."""
-        return _wrapped(self.start + step, self.tiles)
 
 
 @cute.jit
-def _wrapped(at: Int32, tiles: RowTiles) -> Int32:
-    return at if at < tiles.last else at - tiles.count
-
-
-@cute.jit
-def unit_of(
-    sizes: Sizes,
-    tile: cutlass.Constexpr,
-    widths: cutlass.Constexpr,
-    mask: cutlass.Constexpr,
-    shifts: cutlass.Constexpr[bool] = False,
-) -> Unit:
-    """Of the CTA that asks. `widths`: (width_qk, width_v); `shifts`: CTAs of a head start their walks apart."""
+def unit_of(sizes: Sizes, tile: cutlass.Constexpr, widths: cutlass.Constexpr, mask: cutlass.Constexpr) -> Unit:
+    """Of the CTA that asks. `widths`: (width_qk, width_v)."""
     index, _, _ = cute.arch.block_idx()
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     group = sizes.heads_q // sizes.heads_kv
@@ -77,10 +61,7 @@ def unit_of(
         key_block = work.m_block
     seqlens, bounds = (sizes.seqlen_q, sizes.seqlen_k), (sizes.left, sizes.right)
     tiles = row_tiles(key_block * tile.tile_n, tile, seqlens, bounds, mask)
-    start = tiles.first
-    if cutlass.const_expr(shifts):
-        start += Int32(cutlass.Int64(key_block) * tiles.count // blocks)
-    return Unit(key_block, work.head, work.batch, work.head * group, group, tiles, start)
+    return Unit(key_block, work.head, work.batch, work.head * group, group, tiles)
 
 
 @cute.jit
