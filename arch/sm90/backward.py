@@ -231,7 +231,8 @@ class BackwardSm90(PlainEntry):
     def step(self, context: MmaContext, q_state, do_state, turn: tuple):
         """One query tile. `turn`: (tile, slot of dS, is it masked).
 
-        P is formed under dP, dS under dV, and dQ leaves under dK.
+        P is formed under dP, and dQ leaves under dK. dV is issued when dS is done: before, its matmuls would stand in
+        the way of dS in the warp's order while the tensor cores work for another warpgroup.
         """
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
         at, ds_slot, masked = turn
@@ -249,19 +250,20 @@ class BackwardSm90(PlainEntry):
             capped_probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors, self.kind)
         else:
             probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.kind)
-        do_columns = ops.do_columns[None, None, None, do_state.index]
-        issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
-        warpgroup.wait_group(1)
+        warpgroup.wait_group(0)
         score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
         self.store_ds(acc, context.s_ds[None, None, ds_slot], thread)
+        do_columns = ops.do_columns[None, None, None, do_state.index]
+        issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
         ds, k_columns = ops.ds[None, None, None, ds_slot], ops.k_columns[None, None, None, 0]
         issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
+        warpgroup.wait_group(1)
+        pipes.do.consumer_release(do_state)
         q_columns = ops.q_columns[None, None, None, q_state.index]
         issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
         warpgroup.wait_group(1)
-        pipes.do.consumer_release(do_state)
         hand_over_dq(acc.dq, context.s_dq, thread)
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
