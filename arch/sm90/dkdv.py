@@ -26,6 +26,7 @@ from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .grad.wide_mma import WideAccumulators, WideMmas, WideOperands, make_wide_accumulators, make_wide_operands
 from .pipeline import wait_full
 from .schedule import WARPGROUP
+from .tiles import PLAIN
 
 WARPGROUPS = 2
 
@@ -64,7 +65,7 @@ class KeyGradientsSm90:
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
-        self.schedule = backward_schedule(WARPGROUPS)
+        self.schedule, self.plain = backward_schedule(WARPGROUPS), PLAIN in plan.variant
         self.mmas = WideMmas(plan.tile, plan.head_dim, plan.head_dim_v, WARPGROUPS, dtype)
 
     @cute.jit
@@ -151,7 +152,10 @@ class KeyGradientsSm90:
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),
             )
-            self.mma_role(context, unit)
+            if cutlass.const_expr(self.plain):
+                self.plain_mma_role(context, unit)
+            else:
+                self.mma_role(context, unit)
             cute.arch.barrier(barrier_id=OPERANDS_DEAD, number_of_threads=schedule.mma_threads)
             acc, place = context.acc, (unit.key_block, unit.head_kv, unit.batch)
             dv_room = GradientRoom(room(storage.v, layouts.dv), sources.dv)
@@ -161,6 +165,32 @@ class KeyGradientsSm90:
             store_columns(acc.dk, dk_room, place, thread - WARPGROUP, self.width_qk // WARPGROUPS)
             if warp_index % 4 == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def plain_mma_role(self, context: MmaContext, unit: Unit):
+        """One tile after the other."""
+        pipes, acc = context.pipes, context.acc
+        k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        acc.dk.fill(0.0)
+        acc.dv.fill(0.0)
+        tiles, steps = unit.tiles, unit.tiles.count * unit.group
+        if steps > 0:
+            wait_full(pipes.k, k_state)
+            wait_full(pipes.v, v_state)
+            at = tiles.first
+            for step in cutlass.range(steps, unroll=1):
+                self.issue_scores(context, q_state, do_state)
+                self.form_weights(context, q_state, (at, step % 2, self.is_masked(tiles, at)), 0)
+                self.issue_gradients(context, q_state, do_state, step % 2)
+                warpgroup.wait_group(1)
+                pipes.q.consumer_release(q_state)
+                warpgroup.wait_group(0)
+                pipes.do.consumer_release(do_state)
+                q_state.advance()
+                do_state.advance()
+                at += 1
+                if at == tiles.last:
+                    at = tiles.first
 
     @cute.jit
     def mma_role(self, context: MmaContext, unit: Unit):

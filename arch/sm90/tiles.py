@@ -133,6 +133,8 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
 
 
+EARLY = "early"  # Plan.variant: dV is issued before dS is formed
+PLAIN = "plain"  # Plan.variant beside "apart": dK and dV of a tile end before the next one's scores begin
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
 DQ_KEYS = "keys"  # Plan.variant: "keys80" gives the kernel for dQ another tile_n than 64
@@ -186,11 +188,12 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if APART in plan.variant:
         keys = [48] if plan.head_dim == 256 else [48, 80, 96] if plan.head_dim_v <= 128 else [48, 80]
-        return tuple(replace(plan, variant=f"{APART} {DQ_KEYS}{count}") for count in keys) + (
-            (replace(plan, tile=Tile(64, 64, stages=3)),) if plan.head_dim < 256 else ()
-        )
+        words = [f"{APART} {PLAIN}", *(f"{APART} {DQ_KEYS}{count}" for count in keys)]
+        wider = [replace(plan, tile=Tile(64, 64, stages=3))] if plan.head_dim < 256 else []
+        return (*(replace(plan, variant=each) for each in words), *wider)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
-    return tuple(replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows)
+    tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
+    return tuple(replace(each, variant=variant) for each in tiles for variant in ("", EARLY))
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:
