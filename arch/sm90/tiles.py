@@ -37,12 +37,22 @@ FORWARD = {
 }
 
 # The same where there are at most problem.SHORT_KEYS keys (perf/results/hopper_schedules.csv): a tile is a few steps
-# long there, and narrower ones waste less above the diagonal.
+# long there, and a narrower one wastes less above the diagonal and past the last key.
 SHORT = {
     # S=512: 270, against 239 for 192x128; S=1024: 334 against 305 (S=2048: 417 against 443)
     (64, 64, "causal"): Tile(128, 128, stages=2),
+    # S=512: 491, against 449 for 192x112, 426 for 192x96; S=1024: 560, 512, 522 (S=2048: 602, 645, 634)
+    (96, 96, "full"): Tile(128, 128, stages=2),
     # S=512: 307, against 245 for 192x96; S=1024: 412 against 336 (S=2048: 522 against 525)
     (96, 96, "causal"): Tile(128, 128, stages=2),
+    # S=512: 352, against 329 for 128x128, 320 for 128x96; S=1024: 476, 466, 462 (S=2048: 580, 606, 599)
+    (192, 128, "causal"): Tile(128, 64, stages=2),
+    # S=512: 518, against 506 for 128x112, 522 for 128x64; S=1024: 655, 611, 631 (S=2048: 725, 715, 704)
+    (192, 192, "full"): Tile(128, 80, stages=2),
+    # S=512: 349, against 305 for 128x112, 333 for 128x80; S=1024: 491, 456, 487 (S=2048: 613, 605, 625)
+    (192, 192, "causal"): Tile(128, 64, stages=2),
+    # S=512: 351, against 332 for 128x80; S=1024: 494, 478 (S=2048: 617, 614)
+    (256, 256, "causal"): Tile(128, 64, stages=2),
 }
 
 # Where a warp votes whether O needs rescaling at all. perf/results/hopper_tiles.csv, S=512 1024 4096 16384, in percent:
