@@ -26,19 +26,19 @@ class Sm90Backend:
 
     def plan(self, problem: Problem) -> Plan:
         softcap = "softcap" in problem.features
-        mask = problem.mask
+        mask, widths = problem.mask, (tiles.width(problem.head_dim), tiles.width(problem.head_dim_v))
         return Plan(
             backend=self.name,
             direction=problem.direction,
             arch=ARCH,
             dtype=problem.dtype,
-            head_dim=tiles.width(problem.head_dim),
-            head_dim_v=tiles.width(problem.head_dim_v),
+            head_dim=widths[0],
+            head_dim_v=widths[1],
             mask=mask,
             lse=problem.lse,
             softcap=softcap,
             ctas=problem.device.sm_count,
-            draws=tiles.draws(str(mask), problem.short, softcap),
+            draws=tiles.draws(*widths, str(mask), problem.short, softcap),
             tile=tiles.forward_tile(
                 problem.head_dim, problem.head_dim_v, str(mask), problem.short and not softcap, softcap
             ),

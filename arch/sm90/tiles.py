@@ -67,6 +67,8 @@ SKIPS_RESCALE = {(64, 64, "full"), (96, 96, "full"), (256, 256, "full"), (256, 2
 # (up to 2.3).
 RESCALES_FIRST = {(192, 128, "full"), (192, 128, "causal"), (96, 96, "full"), (96, 96, "causal"), (128, 128, "full")}
 
+DRAWN_FULL = {(64, 64), (192, 192)}  # see draws
+
 
 def width(head_dim: int) -> int:
     """The tiled head_dim: rounded up to the step, at least one swizzle atom (32 elements)."""
@@ -102,15 +104,15 @@ def skips_rescale(tile: Tile, width_qk: int, width_v: int, mask: str) -> bool:
     return row in SKIPS_RESCALE and FORWARD[row] == tile
 
 
-def draws(mask: str, short: bool, softcap: bool) -> bool:
-    """Do CTAs draw their tiles? For unequal tiles it is worth 3 to 25%; equal ones gain 1%, less than the counter costs
-    a host that is in a hurry with few keys. Kernels that take bounds always draw.
+def draws(width_qk: int, width_v: int, mask: str, short: bool, softcap: bool) -> bool:
+    """Do CTAs draw their tiles? For unequal tiles it is worth 3 to 25%; equal ones gain 2% at most, want a kernel of
+    their own for it, and with few keys gain less than the counter costs the host. Kernels that take bounds always draw.
 
     NVIDIA H200 (perf/results/hopper_schedules.csv), S=1024 4096 16384, a fixed order (or a CTA a tile, if better) /
     drawn. Causal: d=64 335/361 501/506 528/545; d=128 431/511 630/692 662/688; d=256 440/482 684/708 778/789. Full:
     d=64 466/470 557/568 558/564; d=128 646/646 719/720 671/672; d=192 607/617 764/771 745/744.
     """
-    return mask != "full" or softcap or not short
+    return mask != "full" or softcap or ((width_qk, width_v) in DRAWN_FULL and not short)
 
 
 def rescales_first(width_qk: int, width_v: int, mask: str) -> bool:

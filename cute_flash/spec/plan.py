@@ -50,6 +50,7 @@ class Plan:
         words += [f"tile {self.tile}"] if self.tile else []
         words += ["softcap"] if self.softcap else []
         words += ["lse"] if self.lse and self.direction == "forward" else []
+        words += ["drawn"] if self.draws else []
         words += ["dlse"] if self.lse_grad else []
         words += [self.variant] if self.variant else []
         return " ".join(w for w in words if w)
