@@ -17,8 +17,19 @@ from ..spec.problem import Problem
 from ..spec.splits import SplitRule, rule_of
 from . import compiler, dispatch, report
 from .dispatch import Decision
-from .request import Options, alignment_faults, backward_of, default_scale, describe, is_empty, needs_grad, scale_copy
+from .request import (
+    Options,
+    alignment_faults,
+    backward_of,
+    default_scale,
+    describe,
+    is_empty,
+    lse_dtype,
+    needs_grad,
+    scale_copy,
+)
 
+_PLAIN = torch.Tensor.__torch_dispatch__  # of DTensor, FakeTensor and their like it is another
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -45,7 +56,7 @@ class Site:
 
     @property
     def lse_dtype(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return lse_dtype(self.dtype)
 
 
 def site_of(device: torch.device, dtype: torch.dtype, decision: Decision) -> Site:
@@ -169,6 +180,8 @@ def _check_like_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """The warm path looks at q only; its caller says which of k and v is wrong."""
     if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
         raise TypeError("q, k and v must have one dtype and one device")
+    if not (type(q).__torch_dispatch__ is type(k).__torch_dispatch__ is type(v).__torch_dispatch__ is _PLAIN):
+        raise TypeError("a kernel takes tensors that have memory")
 
 
 def _packed(problem: Problem) -> Problem:
@@ -401,3 +414,10 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
         group_rows(decision, options.backend, q.device),
     )
     return Call(forward, default_scale(problem.head_dim), options.return_lse, backwards)
+
+
+def prepare_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Backward:
+    """The backward of checked, non-empty inputs; a gradient arrives through LSE where options return it."""
+    problem = backward_of(describe(q, k, v, options), options.return_lse)
+    decision, kernel = ready(problem, options.backend, q.device)
+    return bind_backward(kernel, site_of(q.device, q.dtype, decision))

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from ..spec.errors import UnsupportedError
@@ -192,12 +194,30 @@ def check_options(arguments: dict[str, Any], unknown: dict[str, Any], backends: 
     )
 
 
+_PLAIN = torch.Tensor.__torch_dispatch__
+
+
+def is_traced(*tensors: Any) -> bool:
+    """Do these stand for tensors that a graph will be run on later?"""
+    return any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in tensors)
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Is this a wrapper around tensors (DTensor)? Its data pointer is null, and a kernel would follow it."""
+    return type(tensor).__torch_dispatch__ is not _PLAIN and not is_traced(tensor) and not tensor.is_nested
+
+
 def _check_kinds(tensors: dict[str, Any]) -> None:
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedError(FUNCTORCH)
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if has_no_memory(tensor):
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__}: kernels read plain tensors, call attention on its local part "
+                "(DTensor.to_local, local_map)"
+            )
         if tensor.layout != torch.strided or tensor.is_nested:
             layout = "a nested tensor" if tensor.is_nested else str(tensor.layout)
             raise TypeError(f"{name} must be a plain strided tensor, got {layout}")
@@ -316,6 +336,34 @@ def alignment_faults(name: str, tensor: torch.Tensor, alignment: int) -> tuple[s
 def ieee_float32(dtype: torch.dtype) -> bool:
     """May float32 matmuls not round to TF32? allow_tf32 raises once the newer name was used: only that one is safe."""
     return dtype is not torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32"
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def float32_kind(device: torch.device) -> bool | None:
+    """Of a float32 call: may its matmuls not round to TF32? None where autocast gives it another dtype."""
+    return None if is_autocast(device) else ieee_float32(torch.float32)
+
+
+def is_autocast(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)  # torch knows no autocast for meta
+
+
+def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Under autocast, float32 and mixed inputs in its dtype, as SDPA casts them; float64 is left alone, there as here.
+
+    Inputs that share a 16-bit dtype stay as they are.
+    """
+    if not is_autocast(q.device) or (q.dtype == k.dtype == v.dtype and q.dtype != torch.float32):
+        return q, k, v
+    target = torch.get_autocast_dtype(q.device.type)
+    return _cast(q, target), _cast(k, target), _cast(v, target)
+
+
+def _cast(tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+    return tensor.to(target) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
 def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
