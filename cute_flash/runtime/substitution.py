@@ -45,6 +45,24 @@ class _After(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.action()
 
 
+def _when_imported(action: Callable[[], None]) -> None:
+    if DYNAMO in sys.modules and not getattr(sys.modules[DYNAMO].__spec__, "_initializing", False):
+        action()
+    else:
+        sys.meta_path.insert(0, _After(DYNAMO, action))
+
+
+def while_tracing(function: Callable[..., None]) -> None:
+    """torch.compile calls `function` while it traces, with the constants that stand there, and keeps nothing of it."""
+
+    def say() -> None:
+        import torch
+
+        torch.compiler.assume_constant_result(function)  # None, that is
+
+    _when_imported(say)
+
+
 def substitute(function: Callable[..., Any], in_graph: Callable[..., Any]) -> None:
     """torch.compile traces `in_graph` where it meets `function`, called or compiled by itself. Costs eager nothing."""
 
@@ -59,7 +77,4 @@ def substitute(function: Callable[..., Any], in_graph: Callable[..., Any]) -> No
             function._torchdynamo_orig_callable = in_graph  # type: ignore[attr-defined]
             function._torchdynamo_wrapper_id = id(function)  # type: ignore[attr-defined]
 
-    if DYNAMO in sys.modules and not getattr(sys.modules[DYNAMO].__spec__, "_initializing", False):
-        say()
-    else:
-        sys.meta_path.insert(0, _After(DYNAMO, say))
+    _when_imported(say)
