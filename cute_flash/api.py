@@ -10,6 +10,7 @@ from .runtime import autograd, dispatch, launch, ops, report, request, substitut
 from .runtime.dispatch import Decision
 from .runtime.launch import Call
 from .runtime.request import SCALE_MAX, SCALE_MIN, Options
+from .spec import device as device_facts
 from .spec import settings
 from .spec.problem import SHORT_KEYS
 
@@ -182,12 +183,20 @@ def _in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any)
 substitution.substitute(attention, _in_graph)
 
 
-def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Decision:
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, arch: str | None = None, **options: Any) -> Decision:
     """What `attention` would run on these inputs and options, and why each better backend does not.
 
     Nothing is compiled and no kernel runs. print() the result to read the walk; `.plan`, `.refusals`, `.copies`,
-    `.fallback` and, for inputs that need gradients, `.backward` hold the same facts. Raises what `attention` raises.
+    `.fallback` and, for inputs that need gradients, `.backward` hold the same facts; `.facts()` is a dictionary.
+    Raises what `attention` raises, except that meta tensors are taken: for this machine's first GPU, else its CPU.
+
+    arch: explain for this GPU instead, present or not: "9.0", or a compile target such as "sm_90a".
     """
     checked = _checked(options)
-    request.check_tensors(q, k, v)
-    return launch.decide(q, k, v, checked)
+    request.check_tensors(q, k, v, values=False)
+    device = None
+    if arch is not None:
+        device = device_facts.imagined(device_facts.capability_of(arch), "simulated")
+    elif q.device.type == "meta":
+        device = device_facts.first()
+    return launch.decide(q, k, v, checked, device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..spec.device import Device
 from ..spec.errors import BackendBuildError
 from ..spec.mask import FULL
 from ..spec.problem import Problem
@@ -389,9 +390,11 @@ def _sharing(decision: Decision, forced: str | None, batch: int, seqlen_q: int, 
     return tuple(sentences)
 
 
-def decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Decision:
-    """The forward's Decision and, where gradients are on, the backward's; for `explain`."""
-    problem = describe(q, k, v, options)
+def decide(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, device: Device | None = None
+) -> Decision:
+    """The forward's Decision and, where gradients are on, the backward's; for `explain`. `device` may be imagined."""
+    problem = describe(q, k, v, options, device)
     decision = dispatch.choose(problem, options.backend)
     backward = None
     if needs_grad(q, k, v):

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
+from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.mask import Mask
 from ..spec.problem import FORWARD, SHORT_KEYS, Problem
@@ -255,9 +256,9 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}")
 
 
-def _check_limits(q: torch.Tensor, v: torch.Tensor) -> None:
+def _check_limits(q: torch.Tensor, v: torch.Tensor, values: bool) -> None:
     """The limits that no backend lifts."""
-    if q.device.type == "meta":
+    if values and q.device.type == "meta":
         raise UnsupportedError("q, k and v are meta tensors: there are no values to attend to")
     if q.dtype not in DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in DTYPES)
@@ -269,12 +270,15 @@ def _check_limits(q: torch.Tensor, v: torch.Tensor) -> None:
             raise UnsupportedError(f"{name}={value} is not supported: {name} is {HEAD_DIM_MIN} to {HEAD_DIM_MAX}")
 
 
-def check_tensors(q: Any, k: Any, v: Any) -> None:
-    """One ValueError, TypeError or UnsupportedError that names the value and the rule; nothing is returned."""
+def check_tensors(q: Any, k: Any, v: Any, values: bool = True) -> None:
+    """One ValueError, TypeError or UnsupportedError that names the value and the rule; nothing is returned.
+
+    Tensors without values (meta) are refused where `values` are needed.
+    """
     _check_kinds({"q": q, "k": k, "v": v})
     _check_shapes(q, k, v)
     _check_tangents({"q": q, "k": k, "v": v})
-    _check_limits(q, v)
+    _check_limits(q, v, values)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -370,12 +374,14 @@ def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Problem:
-    """The forward problem of a checked call."""
+def describe(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, device: Device | None = None
+) -> Problem:
+    """The forward problem of a checked call, on the tensors' device or, to be explained only, on an imagined one."""
     named = (("q", q), ("k", k), ("v", v))
     return Problem(
         direction=FORWARD,
-        device=emulation.device_for(q.device),
+        device=device or emulation.device_for(q.device),
         dtype=dtype_name(q.dtype),
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
