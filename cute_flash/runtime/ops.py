@@ -48,8 +48,10 @@ class Words(NamedTuple):
     def numbers(self, head_dim: int) -> tuple[float, ...]:
         """What a kernel takes after its tensors."""
         scale = request.default_scale(head_dim) if self.scale is None else self.scale
-        if scale <= 0:
-            raise ValueError(f"scale={scale}: the operator takes a scale above 0; attention() folds others into q")
+        if not request.SCALE_MIN <= scale <= request.SCALE_MAX:
+            raise ValueError(
+                f"scale={scale}: the operator takes 2**-100 to 2**16; attention() folds a sign or 0 into q"
+            )
         return (scale, *request.bounds(self.causal, (self.left, self.right), self.softcap)[1])
 
 
@@ -69,6 +71,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Option
 # ---------------------------------------------------------------------------------------------------------- running
 
 
+def _fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """As far as shapes go, which no kernel compares; the first call of a kind was checked in full."""
+    return k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+
+
 def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> tuple[Any, ...]:
     """What a kernel depends on, sizes along batch and sequence left out: the key of a table."""
     return (
@@ -86,32 +93,44 @@ def _remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: An
     return value
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *words: Any) -> Any:
-    request.check_tensors(q, k, v)
-    words = Words(*words)
+def _prepare(key: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Call:
+    with torch.no_grad():  # gradients are the operator's affair
+        call: Call = _remember(_forwards, key, launch.prepare(q, k, v, options))
+    return call
+
+
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *given: Any) -> Any:
+    words = Words(*given)
+    key = (*_kind(q, k, v, words), k.shape[1] <= SHORT_KEYS, lse)
+    call = _forwards.get(key)
+    if call is None or not _fit(q, k, v):
+        request.check_tensors(q, k, v)
     numbers = words.numbers(q.shape[3])
     out: torch.Tensor
     lse_out: torch.Tensor | None
     if request.is_empty(q, k):
         out, lse_out = autograd.empty_outputs(q, v)
     else:
-        key = (*_kind(q, k, v, words), k.shape[1] <= SHORT_KEYS, lse)
-        with torch.no_grad():
-            call = _forwards.get(key) or _remember(_forwards, key, launch.prepare(q, k, v, words.options(lse)))
+        call = call or _prepare(key, q, k, v, words.options(lse))
+        try:
             out, lse_out = call.forward(q, k, v, numbers, q.shape[0], q.shape[1], k.shape[1])
+        except Exception:
+            request.check_tensors(q, k, v)
+            raise
     return out, _no_lse(q) if lse_out is None or not lse else lse_out
 
 
 def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
-    q, k, v, out, lse, *written = rest
-    request.check_tensors(q, k, v)
-    words = Words(*written)
+    q, k, v, out, lse, *given = rest
+    words = Words(*given)
+    key = (*_kind(q, k, v, words), dlse is not None)
+    backward = _backwards.get(key)
+    if backward is None or not _fit(q, k, v):
+        request.check_tensors(q, k, v)
     numbers = words.numbers(q.shape[3])
     if request.is_empty(q, k):
         return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    key = (*_kind(q, k, v, words), dlse is not None)
     with torch.no_grad():
-        backward = _backwards.get(key)
         if backward is None:
             with_lse = words.options(dlse is not None)
             backward = _remember(_backwards, key, launch.prepare_backward(q, k, v, with_lse))

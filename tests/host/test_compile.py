@@ -378,10 +378,19 @@ def test_operators_of_nothing_and_of_lazy_signs():
 
 def test_operators_refuse_what_attention_refuses():
     q, k, v = qkv(requires_grad=False)
-    with pytest.raises(ValueError, match="one batch size, got 2, 1 and 2"):
-        FORWARD(q, k[:1], v, False, *WORDS)
-    with pytest.raises(ValueError, match=r"scale=-1.0: the operator takes a scale above 0"):
-        FORWARD(q, k, v, False, True, None, None, -1.0, None, False, None)
+    out, lse = FORWARD(q, k, v, True, *WORDS)
+    for _ in range(2):  # cold, then warm
+        with pytest.raises(ValueError, match="one batch size, got 2, 1 and 2"):
+            FORWARD(q, k[:1], v, False, *WORDS)
+        with pytest.raises(ValueError, match="k and v must have one seqlen"):
+            BACKWARD(out, None, q, k, v[:, :9], out, lse, *WORDS)
+        with pytest.raises(TypeError, match="one dtype"):
+            FORWARD(q, k.float(), v, False, *WORDS)
+        FORWARD(q, k, v, False, *WORDS)
+        BACKWARD(out, None, q, k, v, out, lse, *WORDS)
+    for scale in (-1.0, 0.0, float("nan")):
+        with pytest.raises(ValueError, match=rf"scale={scale}: the operator takes 2\*\*-100 to 2\*\*16"):
+            FORWARD(q, k, v, False, True, None, None, scale, None, False, None)
     with pytest.raises(cute_flash.UnsupportedError, match="'sm90' was asked for"):
         FORWARD(q, k, v, False, True, None, None, None, None, False, "sm90")
 
