@@ -68,13 +68,20 @@ def attention_forward(
     if attention_mask is None:
         left, right = _window_of(module, options)
         return attention(q, k, v, window=(left, right), **shared), None
-    spans = _read(attention_mask)
+    return _attend_spans(q, k, v, attention_mask, shared), None
+
+
+@torch.compiler.disable  # spans change from token to token: a graph would be compiled for each
+def _attend_spans(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, shared: dict[str, Any]
+) -> torch.Tensor:
+    spans = _read(mask)
     if len(spans) != q.shape[0]:
         raise UnsupportedError(f"the mask is of {len(spans)} sequences and the batch of {q.shape[0]}")
     if len(set(spans)) == 1:
-        return _attend(q, k, v, spans[0], shared), None
+        return _attend(q, k, v, spans[0], shared)
     rows = [_attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], span, shared) for b, span in enumerate(spans)]
-    return torch.cat(rows), None
+    return torch.cat(rows)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, shared: dict[str, Any]) -> torch.Tensor:
@@ -140,12 +147,32 @@ def mask_spans(
     else:
         left, right = _bounds_of(mask_function)
     aligned = left is not None or right is not None
+    if attention_mask is None and not isinstance(q_offset, torch.Tensor):
+        length = q_offset + q_length - kv_offset
+        if (length == kv_length or not aligned) and _told(left, right):
+            return None
+    places = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    return _spans(places, (left, right), attention_mask)
+
+
+def _told(left: int | None, right: int | None) -> bool:
+    """Does the module's own is_causal, with its sliding_window, say the same?"""
+    return right == 0 or (left is None and right is None)
+
+
+@torch.compiler.disable  # reads values
+def _spans(
+    places: tuple[int, int, int, Any, int], bounds: tuple[int | None, int | None], attention_mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The tensor of mask_spans, or None where every key is real, and used, and the module's flags say the rest."""
+    batch_size, q_length, kv_length, q_offset, kv_offset = places
+    aligned = bounds != (None, None)
     length = (
         int(q_offset) + q_length - kv_offset if aligned else kv_length
     )  # a static cache is longer than its contents
     if length > kv_length:
         raise UnsupportedError(f"queries end at key {length} of {kv_length}: they are not aligned with the last key")
-    told = length == kv_length and (right == 0 or not aligned)  # by the module's flags and the tensors' sizes
+    told = length == kv_length and _told(*bounds)
     if attention_mask is None:
         if told:
             return None
@@ -157,8 +184,8 @@ def mask_spans(
         if told and bool(real.all()):
             return None
         starts, stops = _runs(real)
-    bounds = [-1 if bound is None else bound for bound in (left, right)]
-    rows = [[start, stop, length, *bounds] for start, stop in zip(starts, stops, strict=True)]
+    written = [-1 if bound is None else bound for bound in bounds]
+    rows = [[start, stop, length, *written] for start, stop in zip(starts, stops, strict=True)]
     return torch.tensor(rows, dtype=torch.int32)[:, None, None]
 
 

@@ -1,6 +1,7 @@
 """attention as an operator: torch.compile, torch.export, fake tensors, checkpoints. All on CPU, by the reference."""
 
 import functools
+import io
 import subprocess
 import sys
 
@@ -295,6 +296,9 @@ def test_export_keeps_the_operator_and_every_length(strict, warm):
     sizes = {0: batch, 1: seqlen_q}, {0: batch, 1: seqlen_k}, {0: batch, 1: seqlen_k}
     program = torch.export.export(model, inputs, dynamic_shapes=sizes, strict=strict)
     assert operators(program) == ["attention"]
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    program = torch.export.load(io.BytesIO(file.getvalue()))
     for lengths in ((2, 37, 53), (3, 2, 2000), (2, 300, 300)):
         other = qkv(*lengths, requires_grad=False)
         assert torch.equal(program.module()(*other), model(*other))

@@ -144,6 +144,25 @@ def test_compiles_whole_and_notices_packed_sequences():
         call(ids, packed)
 
 
+@pytest.mark.slow
+def test_a_compiled_static_cache_does_not_compile_for_every_token():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model, (ids, mask) = model_of("llama"), tokens(length=15, padding="left")
+    model.set_attn_implementation("cute_flash")
+    words = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    expected = model.generate(ids, **words, max_new_tokens=14, min_new_tokens=14)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    model.forward = torch.compile(model.forward, backend=counter)
+    counts = []
+    for count in (5, 14):
+        tokens_made = model.generate(ids, **words, max_new_tokens=count, min_new_tokens=count)
+        assert torch.equal(tokens_made, expected[:, : 15 + count])
+        counts.append(counter.frame_count)
+    assert counts[1] - counts[0] <= 4  # the second cache has another size, and no token a graph of its own
+
+
 def spans(mask_function=masking.causal_mask_function, q_length=5, kv_length=5, **options):
     return ours.mask_spans(2, q_length, kv_length, mask_function=mask_function, **options)
 
