@@ -26,6 +26,7 @@ class Sm90Backend:
 
     def plan(self, problem: Problem) -> Plan:
         softcap = "softcap" in problem.features
+        mask = problem.mask
         return Plan(
             backend=self.name,
             direction=problem.direction,
@@ -33,17 +34,18 @@ class Sm90Backend:
             dtype=problem.dtype,
             head_dim=tiles.width(problem.head_dim),
             head_dim_v=tiles.width(problem.head_dim_v),
-            mask=problem.mask,
+            mask=mask,
             lse=problem.lse,
             softcap=softcap,
             ctas=problem.device.sm_count,
+            draws=tiles.draws(str(mask), problem.short, softcap),
             tile=tiles.forward_tile(
-                problem.head_dim, problem.head_dim_v, str(problem.mask), problem.short and not softcap, softcap
+                problem.head_dim, problem.head_dim_v, str(mask), problem.short and not softcap, softcap
             ),
         )
 
     def split(self, plan: Plan) -> Plan | None:
-        return replace(plan, variant=tiles.SPLIT) if plan.direction == FORWARD and plan.plain else None
+        return replace(plan, variant=tiles.SPLIT, draws=False) if plan.direction == FORWARD and plan.plain else None
 
     def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
         """A TVM-FFI function (q, k, v, out, lse, scale, ...) on the current stream; `options` go to cute.compile."""

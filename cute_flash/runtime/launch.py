@@ -16,7 +16,7 @@ from ..spec.errors import BackendBuildError
 from ..spec.mask import FULL
 from ..spec.problem import Problem
 from ..spec.splits import SplitRule, rule_of
-from . import compiler, dispatch, report
+from . import compiler, counters, dispatch, report
 from .dispatch import Decision
 from .request import (
     Options,
@@ -160,6 +160,7 @@ class Splitter:
 def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[..., None]:
     """(batch, seqlen_q, seqlen_k, operands) -> nothing; operands are (q, k, v, out, lse, *numbers)."""
     launch = _aligning(kernel, ("q", "k", "v"), alignment)
+    counter = _counter(splitter)
     few, rule = splitter.query_tiles_max, splitter.rule
     few_keys = splitter.few_keys
     checks = splitter.decision.backend.exports  # TVM-FFI functions compare dtypes and devices themselves
@@ -172,9 +173,16 @@ def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[...
             if splits > 1:
                 splitter.launch(splits, operands)
                 return
-        launch(*operands)
+        if counter is None:
+            launch(*operands)
+        else:
+            launch(*operands, counter())
 
     return run
+
+
+def _counter(splitter: Splitter) -> counters.Counter | None:
+    return counters.counter_for(splitter.device) if splitter.decision.plan.draws else None
 
 
 def _check_like_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -273,6 +281,7 @@ def bind_forward(
     tiled_v = _round_up(site.head_dim_v, site.unit)
     allocate = outputs_of(site, tiled_v, has_lse)
     few, few_keys = splitter.query_tiles_max, splitter.few_keys
+    counter = _counter(splitter)
     at_once = splitter.decision.backend.exports and site.alignment > 0  # without a look at k and v, see bind_run
 
     def forward(
@@ -281,6 +290,8 @@ def bind_forward(
         out, lse = outputs = allocate(q, batch, seqlen_q)
         operands = (q, k, v, out, lse) + numbers  # noqa: RUF005  half of unpacking's time
         if at_once and seqlen_q > 1 and (seqlen_k <= few_keys or batch > few):
+            if counter is not None:
+                operands += (counter(),)
             try:
                 kernel(*operands)
             except ValueError as objection:
