@@ -40,7 +40,7 @@ class Sm90Backend:
             lse=problem.lse,
             softcap=softcap,
             ctas=problem.device.sm_count,
-            draws=tiles.draws(str(mask), problem.short, softcap),
+            draws=tiles.draws(tiles.width(dims[0]), tiles.width(dims[1]), str(mask), problem.short, softcap),
             tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap),
         )
         if problem.direction == FORWARD:

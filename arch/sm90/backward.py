@@ -38,7 +38,7 @@ from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Sizes, Unit, backward_sche
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .tiles import EARLY, dq_width
+from .tiles import dq_width
 
 
 class Sources(NamedTuple):
@@ -77,7 +77,7 @@ class BackwardSm90(PlainEntry):
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
-        self.deterministic, self.early = plan.deterministic, EARLY in plan.variant
+        self.deterministic = plan.deterministic
         self.width_dq = dq_width(plan.head_dim, plan.tile)
         self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype)
 
@@ -250,14 +250,11 @@ class BackwardSm90(PlainEntry):
             capped_probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors, self.kind)
         else:
             probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.kind)
-        do_columns = ops.do_columns[None, None, None, do_state.index]
-        if cutlass.const_expr(self.early):
-            issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
-        warpgroup.wait_group(1 if self.early else 0)
+        warpgroup.wait_group(0)
         score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
         self.store_ds(acc, context.s_ds[None, None, ds_slot], thread)
-        if cutlass.const_expr(not self.early):
-            issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
+        do_columns = ops.do_columns[None, None, None, do_state.index]
+        issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
         ds, k_columns = ops.ds[None, None, None, ds_slot], ops.k_columns[None, None, None, 0]

@@ -20,7 +20,7 @@ def compile_forward(plan: Plan, options: str = ""):
 
 
 def compile_backward(plan: Plan, options: str = ""):
-    if APART in plan.variant:
+    if plan.variant == APART:
         kernel = ApartBackwardSm90 if plan.plain else BoundedApartBackwardSm90
     else:
         kernel = BackwardSm90 if plan.plain else BoundedBackwardSm90

@@ -26,7 +26,6 @@ from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .grad.wide_mma import WideAccumulators, WideMmas, WideOperands, make_wide_accumulators, make_wide_operands
 from .pipeline import wait_full
 from .schedule import WARPGROUP
-from .tiles import PLAIN
 
 WARPGROUPS = 2
 
@@ -65,7 +64,7 @@ class KeyGradientsSm90:
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
-        self.schedule, self.plain = backward_schedule(WARPGROUPS), PLAIN in plan.variant
+        self.schedule = backward_schedule(WARPGROUPS)
         self.mmas = WideMmas(plan.tile, plan.head_dim, plan.head_dim_v, WARPGROUPS, dtype)
 
     @cute.jit
@@ -152,10 +151,7 @@ class KeyGradientsSm90:
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),
             )
-            if cutlass.const_expr(self.plain):
-                self.plain_mma_role(context, unit)
-            else:
-                self.mma_role(context, unit)
+            self.mma_role(context, unit)
             cute.arch.barrier(barrier_id=OPERANDS_DEAD, number_of_threads=schedule.mma_threads)
             acc, place = context.acc, (unit.key_block, unit.head_kv, unit.batch)
             dv_room = GradientRoom(room(storage.v, layouts.dv), sources.dv)
@@ -167,8 +163,8 @@ class KeyGradientsSm90:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def plain_mma_role(self, context: MmaContext, unit: Unit):
-        """One tile after the other."""
+    def mma_role(self, context: MmaContext, unit: Unit):
+        """One tile after the other: dK and dV of a tile, issued behind the next one's scores, hold up its softmax."""
         pipes, acc = context.pipes, context.acc
         k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
         acc.dk.fill(0.0)
@@ -179,8 +175,9 @@ class KeyGradientsSm90:
             wait_full(pipes.v, v_state)
             at = tiles.first
             for step in cutlass.range(steps, unroll=1):
+                masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
                 self.issue_scores(context, q_state, do_state)
-                self.form_weights(context, q_state, (at, step % 2, self.is_masked(tiles, at)), 0)
+                self.form_weights(context, q_state, (at, step % 2, masked))
                 self.issue_gradients(context, q_state, do_state, step % 2)
                 warpgroup.wait_group(1)
                 pipes.q.consumer_release(q_state)
@@ -191,38 +188,6 @@ class KeyGradientsSm90:
                 at += 1
                 if at == tiles.last:
                     at = tiles.first
-
-    @cute.jit
-    def mma_role(self, context: MmaContext, unit: Unit):
-        """A tile's P and dS are formed while dK and dV of the tile before are multiplied."""
-        pipes, acc = context.pipes, context.acc
-        k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
-        acc.dk.fill(0.0)
-        acc.dv.fill(0.0)
-        tiles, steps = unit.tiles, unit.tiles.count * unit.group
-        if steps > 0:
-            wait_full(pipes.k, k_state)
-            wait_full(pipes.v, v_state)
-            self.issue_scores(context, q_state, do_state)
-            at = tiles.first
-            self.form_weights(context, q_state, (at, 0, self.is_masked(tiles, at)), 0)
-            for step in cutlass.range(1, steps, unroll=1):
-                at += 1
-                if at == tiles.last:
-                    at = tiles.first
-                following, following_do = q_state.clone(), do_state.clone()
-                following.advance()
-                following_do.advance()
-                self.issue_scores(context, following, following_do)
-                self.issue_gradients(context, q_state, do_state, (step - 1) % 2)
-                self.form_weights(context, following, (at, step % 2, self.is_masked(tiles, at)), 2, (q_state, do_state))
-                q_state.advance()
-                do_state.advance()
-            self.issue_gradients(context, q_state, do_state, (steps - 1) % 2)
-            warpgroup.wait_group(0)
-
-    def is_masked(self, tiles, at: Int32):
-        return (at < tiles.whole_first) | (at >= tiles.whole_last)
 
     @cute.jit
     def issue_scores(self, context: MmaContext, q_state, do_state):
@@ -236,7 +201,7 @@ class KeyGradientsSm90:
 
     @cute.jit
     def issue_gradients(self, context: MmaContext, q_state, do_state, slot: Int32):
-        """dK, then dV, a commit group each: the next Q is waited for before the next dO."""
+        """dK, then dV, a commit group each: Q is asked for before dO, so its slot is given back first."""
         ops, acc = context.ops, context.acc
         q_columns = ops.q_columns[None, None, None, q_state.index]
         do_columns = ops.do_columns[None, None, None, do_state.index]
@@ -244,20 +209,14 @@ class KeyGradientsSm90:
         issue(self.mmas.by_keys(self.width_v), acc.dv, ops.p[None, None, None, slot], do_columns, True)
 
     @cute.jit
-    def form_weights(
-        self, context: MmaContext, q_state, turn: tuple, behind: cutlass.Constexpr[int], done: tuple | None = None
-    ):
-        """P^T and dS^T into shared memory, when S^T and dP^T are there.
-
-        `turn`: (tile, slot, is it masked); `behind`: groups in flight after dP; `done`: the states of the slots that
-        those read last.
-        """
-        acc, pipes, tile_m = context.acc, context.pipes, self.tile.tile_m
+    def form_weights(self, context: MmaContext, q_state, turn: tuple):
+        """P^T and dS^T into shared memory, when S^T and dP^T are there. `turn`: (tile, slot, is it masked)."""
+        acc, tile_m = context.acc, self.tile.tile_m
         at, slot, masked = turn
         thread, group = context.thread % WARPGROUP, cute.arch.make_warp_uniform(context.thread // WARPGROUP)
         columns = tile_m // WARPGROUPS
         rows = cute.local_tile(context.s_rows[None, q_state.index], (columns,), (None,))  # (columns, 2 * warpgroups)
-        warpgroup.wait_group(behind + 1)
+        warpgroup.wait_group(1)
         if masked:
             place = (at * tile_m + group * columns, context.key_start)
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
@@ -265,15 +224,10 @@ class KeyGradientsSm90:
             capped_probabilities(acc.s, acc.p_packed, rows[None, group], thread, context.factors, self.kind)
         else:
             probabilities(acc.s, acc.p_packed, rows[None, group], thread, context.factors[0], self.kind)
-        warpgroup.wait_group(behind)
+        warpgroup.wait_group(0)
         score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, WARPGROUPS + group], thread, self.kind)
         self.store_weights(acc.p_packed, context.weights[0][None, None, slot], context.thread)
         self.store_weights(acc.ds_packed, context.weights[1][None, None, slot], context.thread)
-        if cutlass.const_expr(behind > 0):
-            warpgroup.wait_group(1)
-            pipes.q.consumer_release(done[0])
-            warpgroup.wait_group(0)
-            pipes.do.consumer_release(done[1])
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
 

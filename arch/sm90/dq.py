@@ -31,7 +31,7 @@ from .mask import mask_scores, mask_window
 from .mma import first_row, rows_view
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .tiles import dq_tile
+from .tiles import DQ_TILE
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
@@ -73,7 +73,7 @@ class QueryGradientsSm90:
     """One Plan's kernel. Everything read here comes from the Plan."""
 
     def __init__(self, plan: Plan, dtype: type):
-        self.tile, self.value_tile_m = dq_tile(plan), plan.tile.tile_m
+        self.tile, self.value_tile_m = DQ_TILE, plan.tile.tile_m
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype = dtype

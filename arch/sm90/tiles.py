@@ -40,12 +40,22 @@ FORWARD = {
 }
 
 # The same where there are at most problem.SHORT_KEYS keys (perf/results/hopper_schedules.csv): a tile is a few steps
-# long there, and narrower ones waste less above the diagonal.
+# long there, and a narrower one wastes less above the diagonal and past the last key.
 SHORT = {
     # S=512: 270, against 239 for 192x128; S=1024: 334 against 305 (S=2048: 417 against 443)
     (64, 64, "causal"): Tile(128, 128, stages=2),
+    # S=512: 491, against 449 for 192x112, 426 for 192x96; S=1024: 560, 512, 522 (S=2048: 602, 645, 634)
+    (96, 96, "full"): Tile(128, 128, stages=2),
     # S=512: 307, against 245 for 192x96; S=1024: 412 against 336 (S=2048: 522 against 525)
     (96, 96, "causal"): Tile(128, 128, stages=2),
+    # S=512: 352, against 329 for 128x128, 320 for 128x96; S=1024: 476, 466, 462 (S=2048: 580, 606, 599)
+    (192, 128, "causal"): Tile(128, 64, stages=2),
+    # S=512: 518, against 506 for 128x112, 522 for 128x64; S=1024: 655, 611, 631 (S=2048: 725, 715, 704)
+    (192, 192, "full"): Tile(128, 80, stages=2),
+    # S=512: 349, against 305 for 128x112, 333 for 128x80; S=1024: 491, 456, 487 (S=2048: 613, 605, 625)
+    (192, 192, "causal"): Tile(128, 64, stages=2),
+    # S=512: 351, against 332 for 128x80; S=1024: 494, 478 (S=2048: 617, 614)
+    (256, 256, "causal"): Tile(128, 64, stages=2),
 }
 
 # Where a warp votes whether O needs rescaling at all. perf/results/hopper_tiles.csv, S=512 1024 4096 16384, in percent:
@@ -59,6 +69,8 @@ SKIPS_RESCALE = {(64, 64, "full"), (96, 96, "full"), (256, 256, "full"), (256, 2
 # +0.6 +0.7 +1.0, causal -0.3 -0.4 -0.2 +0.1 -5.6; window of 1024 +0.9. It loses at d=64 causal (0.4 to 2.2) and d=256
 # (up to 2.3).
 RESCALES_FIRST = {(192, 128, "full"), (192, 128, "causal"), (96, 96, "full"), (96, 96, "causal"), (128, 128, "full")}
+
+DRAWN_FULL = {(64, 64), (192, 192)}  # see draws
 
 
 def width(head_dim: int) -> int:
@@ -95,15 +107,15 @@ def skips_rescale(tile: Tile, width_qk: int, width_v: int, mask: str) -> bool:
     return row in SKIPS_RESCALE and FORWARD[row] == tile
 
 
-def draws(mask: str, short: bool, softcap: bool) -> bool:
-    """Do CTAs draw their tiles? For unequal tiles it is worth 3 to 25%; equal ones gain 1%, less than the counter costs
-    a host that is in a hurry with few keys. Kernels that take bounds always draw.
+def draws(width_qk: int, width_v: int, mask: str, short: bool, softcap: bool) -> bool:
+    """Do CTAs draw their tiles? For unequal tiles it is worth 3 to 25%; equal ones gain 2% at most, want a kernel of
+    their own for it, and with few keys gain less than the counter costs the host. Kernels that take bounds always draw.
 
     NVIDIA H200 (perf/results/hopper_schedules.csv), S=1024 4096 16384, a fixed order (or a CTA a tile, if better) /
     drawn. Causal: d=64 335/361 501/506 528/545; d=128 431/511 630/692 662/688; d=256 440/482 684/708 778/789. Full:
     d=64 466/470 557/568 558/564; d=128 646/646 719/720 671/672; d=192 607/617 764/771 745/744.
     """
-    return mask != "full" or softcap or not short
+    return mask != "full" or softcap or ((width_qk, width_v) in DRAWN_FULL and not short)
 
 
 def rescales_first(width_qk: int, width_v: int, mask: str) -> bool:
@@ -133,11 +145,7 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
 
 
-EARLY = "early"  # Plan.variant: dV is issued before dS is formed
-PLAIN = "plain"  # Plan.variant beside "apart": dK and dV of a tile end before the next one's scores begin
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
-
-DQ_KEYS = "keys"  # Plan.variant: "keys80" gives the kernel for dQ another tile_n than 64
 
 FUSED_WIDTH = 128  # of q and k, and of v, at most where one kernel makes dQ, dK and dV: what dK, dV, S^T and dP^T of a
 # warpgroup leave of its registers
@@ -160,9 +168,11 @@ def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
-    """Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
+    """Rows measured: perf/results/hopper_backward_variants.csv, d=64 causal S=4096 469 against 392 for 64 rows.
+
+    Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
     and dV, tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240
-    registers (with a softcap or a window it spills a few words), else 64. Apart, 64 keys and 64 rows (dQ: dq_tile)."""
+    registers (with a softcap or a window it spills a few words), else 64. Apart, 64 keys and 64 rows (dQ: DQ_TILE)."""
     width_qk, width_v = backward_widths(head_dim, head_dim_v)
     if not fused_backward(head_dim, head_dim_v):
         return Tile(64, 64, stages=2)
@@ -174,10 +184,10 @@ def dq_width(width_qk: int, tile: Tile) -> int:
     return _halved(width_qk) if tile.tile_m == 64 else width_qk
 
 
-def dq_tile(plan: Plan) -> Tile:
-    """Of the kernel for dQ where the kernels are apart: two warpgroups of 64 rows; K has two slots, V one."""
-    keys = [int(word.removeprefix(DQ_KEYS)) for word in plan.variant.split() if word.startswith(DQ_KEYS)]
-    return Tile(128, *keys or [64], stages=2)
+# Of the kernel for dQ where the kernels are apart: two warpgroups of 64 rows; K has two slots, V one. Both kernels
+# together against 64 keys, NVIDIA H200, 2026-11-30, causal S=4096: d=256 48 keys -2%, d=192 48 -2%, 80 -1%, (192,128)
+# 48 to 96 -2 to 0% (perf/results/hopper_backward_variants.csv).
+DQ_TILE = Tile(128, 64, stages=2)
 
 
 def backward_variant(head_dim: int, head_dim_v: int) -> str:
@@ -186,14 +196,10 @@ def backward_variant(head_dim: int, head_dim_v: int) -> str:
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
-    if APART in plan.variant:
-        keys = [48] if plan.head_dim == 256 else [48, 80, 96] if plan.head_dim_v <= 128 else [48, 80]
-        words = [f"{APART} {PLAIN}", *(f"{APART} {DQ_KEYS}{count}" for count in keys)]
-        wider = [replace(plan, tile=Tile(64, 64, stages=3))] if plan.head_dim < 256 else []
-        return (*(replace(plan, variant=each) for each in words), *wider)
+    if plan.variant == APART:
+        return (replace(plan, tile=Tile(64, 64, stages=3)),) if plan.head_dim < 256 else ()
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
-    tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
-    return tuple(replace(each, variant=variant) for each in tiles for variant in ("", EARLY))
+    return tuple(replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows)
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:
@@ -201,7 +207,7 @@ def backward_scratch(plan: Plan) -> ScratchRule:
     tile."""
     if plan.tile is None:
         raise ValueError(f"a plan without a tile has no scratch: {plan}")
-    if APART in plan.variant:
+    if plan.variant == APART:
         return ScratchRule(plan.tile.tile_m, 2)
     width_dq = dq_width(plan.head_dim, plan.tile)
     return ScratchRule(plan.tile.tile_m, width_dq + 2, 2 if plan.deterministic else 0)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..spec.device import Device
 from ..spec.errors import BackendBuildError
 from ..spec.mask import FULL
 from ..spec.problem import Problem
@@ -18,8 +19,19 @@ from ..spec.scratch import ScratchRule
 from ..spec.splits import SplitRule, rule_of
 from . import compiler, counters, dispatch, report
 from .dispatch import Decision
-from .request import Options, alignment_faults, backward_of, default_scale, describe, is_empty, needs_grad, scale_copy
+from .request import (
+    Options,
+    alignment_faults,
+    backward_of,
+    default_scale,
+    describe,
+    is_empty,
+    lse_dtype,
+    needs_grad,
+    scale_copy,
+)
 
+_PLAIN = torch.Tensor.__torch_dispatch__  # of DTensor, FakeTensor and their like it is another
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -46,7 +58,7 @@ class Site:
 
     @property
     def lse_dtype(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return lse_dtype(self.dtype)
 
 
 def site_of(device: torch.device, dtype: torch.dtype, decision: Decision) -> Site:
@@ -178,6 +190,8 @@ def _check_like_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """The warm path looks at q only; its caller says which of k and v is wrong."""
     if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
         raise TypeError("q, k and v must have one dtype and one device")
+    if not (type(q).__torch_dispatch__ is type(k).__torch_dispatch__ is type(v).__torch_dispatch__ is _PLAIN):
+        raise TypeError("a kernel takes tensors that have memory")
 
 
 def _packed(problem: Problem) -> Problem:
@@ -407,9 +421,11 @@ def _sharing(decision: Decision, forced: str | None, batch: int, seqlen_q: int, 
     return tuple(sentences)
 
 
-def decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Decision:
-    """The forward's Decision and, where gradients are on, the backward's; for `explain`."""
-    problem = describe(q, k, v, options)
+def decide(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, device: Device | None = None
+) -> Decision:
+    """The forward's Decision and, where gradients are on, the backward's; for `explain`. `device` may be imagined."""
+    problem = describe(q, k, v, options, device)
     decision = dispatch.choose(problem, options.backend)
     backward = None
     if needs_grad(q, k, v):
@@ -432,3 +448,11 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
         group_rows(decision, options.backend, q.device),
     )
     return Call(forward, default_scale(problem.head_dim), options.return_lse, backwards)
+
+
+def prepare_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Backward:
+    """The backward of checked, non-empty inputs; a gradient arrives through LSE where options return it."""
+    problem = backward_of(describe(q, k, v, options), options.return_lse)
+    decision, kernel = ready(problem, options.backend, q.device)
+    scratch = decision.backend.scratch(decision.plan)
+    return bind_backward(kernel, site_of(q.device, q.dtype, decision), scratch)

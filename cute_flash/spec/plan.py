@@ -50,6 +50,7 @@ class Plan:
         words += [f"tile {self.tile}"] if self.tile else []
         words += ["softcap"] if self.softcap else []
         words += ["lse"] if self.lse and self.direction == "forward" else []
+        words += ["drawn"] if self.draws else []
         words += ["dlse"] if self.lse_grad else []
         words += ["deterministic"] if self.deterministic and self.direction == "backward" else []
         words += [self.variant] if self.variant else []
