@@ -134,6 +134,7 @@ def test_right_under_every_schedule(each: Cell, schedule: Schedule):
         assert oracle.relative_error(value, right) <= max(limit, floor), name
 
 
+@pytest.mark.slow  # warps that wait for their turn poll memory: 45 s
 def test_deterministic_gradients_are_the_same_under_every_schedule():
     """dQ is summed in the order of the key tiles, whoever comes first."""
     each = cell(64, (65, 385), deterministic=True)  # four key tiles
