@@ -37,10 +37,15 @@ class Sm100Backend:
             lse=problem.lse,
             tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v),
             softcap="softcap" in problem.features,
+            variant=self._variant(problem),
             ctas=problem.device.sm_count
             if tiles.persistent(problem.head_dim, problem.head_dim_v, str(problem.mask))
             else 0,
         )
+
+    def _variant(self, problem: Problem) -> str:
+        plain = "softcap" not in problem.features
+        return tiles.PAIRS if plain and tiles.paired(problem.head_dim, problem.head_dim_v, str(problem.mask)) else ""
 
     def split(self, plan: Plan) -> Plan | None:
         """One query tile a CTA: with so few rows the second one would be empty."""

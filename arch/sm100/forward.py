@@ -28,10 +28,19 @@ from .load import LoadContext, TmaSource, load_tile, tile_copy
 from .mask import Visible, visible_keys
 from .memory import ForwardLayouts, ForwardShape, forward_layouts, forward_storage
 from .mma import ForwardMmas, MmaContext, MmaState, make_fragments, multiply_pair, multiply_single
-from .pipeline import O_STORED, after_wait, barrier_count, before_arrive, open_barriers, ring_start
-from .schedule import ROWS, WARPGROUP, WARPS_PER_GROUP, Run, forward_schedule
+from .pipeline import (
+    O_STORED,
+    after_wait,
+    barrier_count,
+    before_arrive,
+    meet,
+    open_barriers,
+    rank_in_pair,
+    ring_start,
+)
+from .schedule import LEADER, ROWS, WARPGROUP, WARPS_PER_GROUP, Run, forward_schedule
 from .softmax import SoftmaxContext, SoftmaxPlan, SoftmaxSlots, send_factor, softmax_step
-from .tiles import TMEM_COLUMNS, emulated_pairs
+from .tiles import PAIR, TMEM_COLUMNS, emulated_pairs, pair_tile, pairs_pay
 
 
 class Sources(NamedTuple):
@@ -94,16 +103,17 @@ class Room(NamedTuple):
 class ForwardSm100:
     """One Plan's kernel. Everything read here comes from the Plan."""
 
-    def __init__(self, plan: Plan, dtype: type):
-        self.tile = plan.tile
-        self.max_ctas = plan.ctas
-        self.shape = ForwardShape(plan.tile, plan.head_dim, plan.head_dim_v)
-        if self.max_ctas and self.shape.shared_output:
-            raise ValueError(f"{plan}: where O takes Q's room, a CTA cannot take a second work tile")
+    def __init__(self, plan: Plan, dtype: type, ctas: int = 1):
+        widths = plan.head_dim, plan.head_dim_v
+        self.tile = plan.tile if ctas == 1 else pair_tile(plan.tile, *widths)
+        self.shape = ForwardShape(self.tile, *widths, ctas)
+        # where O takes Q's room, a CTA cannot take a second work tile
+        self.max_ctas = 0 if self.shape.shared_output else plan.ctas // ctas * ctas
         self.mask = plan.mask
         self.dtype = dtype
         self.schedule = forward_schedule(plan.tile)
         self.mmas = ForwardMmas(self.shape, dtype)
+        self.query_mmas = ForwardMmas(replace(self.shape, ctas=1), dtype)  # each CTA loads its own query rows
         self.softmax_plan = SoftmaxPlan(self.shape, dtype, emulated_pairs(plan.arch, plan.head_dim))
 
     @cute.jit
@@ -124,7 +134,7 @@ class ForwardSm100:
         q, k, v, o = tensors
         shape, qk, pv = self.shape, self.mmas.qk(), self.mmas.pv()
         layouts = forward_layouts(shape, qk, pv, self.dtype)
-        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
+        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup(shape.ctas))
 
         def view(tensor, modes):
             return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
@@ -132,48 +142,54 @@ class ForwardSm100:
         def stage(layout):
             return cute.select(layout, mode=[0, 1, 2])
 
-        qk_tile, k_tile = (ROWS, self.tile.tile_n, shape.width_qk), (ROWS, self.tile.tile_n, shape.key_chunk)
-        v_tile = (ROWS, shape.width_v, shape.value_chunk)
+        qk_tile = (ROWS, self.tile.tile_n, shape.width_qk)
+        k_tile = (shape.mma_rows, self.tile.tile_n, shape.key_chunk)
+        v_tile = (shape.mma_rows, shape.width_v, shape.value_chunk)
         rows, columns = [1, 3, 2, 0], [3, 1, 2, 0]
         o_box = (ROWS, shape.width_v)
         o_stage = cute.slice_(layouts.o, (None, None, 0))
         store = cpasync.CopyBulkTensorTileS2GOp()
         sources = Sources(
-            q=TmaSource(*make_tiled_tma_atom_A(load, view(q, rows), stage(layouts.q), qk_tile, qk)),
+            q=TmaSource(*make_tiled_tma_atom_A(load, view(q, rows), stage(layouts.q), qk_tile, self.query_mmas.qk())),
             k=TmaSource(*make_tiled_tma_atom_B(load, view(k, rows), stage(layouts.k), k_tile, qk)),
             v=TmaSource(*make_tiled_tma_atom_B(load, view(v, columns), stage(layouts.v), v_tile, pv)),
             o=TmaSource(*cpasync.make_tiled_tma_atom(store, view(o, rows), o_stage, o_box)),
         )
         splits = None if cutlass.const_expr(results.o_partial is None) else results.o_partial.shape[0]
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], splits, bounds)
-        tiles = self._count(sizes)
+        ctas = self._count(sizes) * shape.ctas
         self.kernel(sources, results, softening, sizes, layouts).launch(
-            grid=(cutlass.min(tiles, self.max_ctas) if cutlass.const_expr(self.max_ctas > 0) else tiles, 1, 1),
+            grid=(cutlass.min(ctas, self.max_ctas) if cutlass.const_expr(self.max_ctas > 0) else ctas, 1, 1),
             block=(self.schedule.threads, 1, 1),
+            cluster=(shape.ctas, 1, 1) if cutlass.const_expr(shape.ctas > 1) else None,
             min_blocks_per_mp=1,  # tells ptxas the register count at entry; without it setmaxnreg is ignored
             stream=stream,
         )
 
     def _count(self, sizes: Sizes) -> Int32:
-        tiles = tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
+        """Units: work tiles, or their shares; of a pair, two neighbouring work tiles of a head."""
+        tiles = tile_count(sizes.seqlen_q, self.tile.tile_m * self.shape.ctas, sizes.heads_q, sizes.batch)
         return tiles if sizes.splits is None else tiles * sizes.splits
 
     def _rounds(self, sizes: Sizes) -> Rounds:
         """Units of this CTA."""
         if self.max_ctas > 0:
-            return rounds_of(self._count(sizes))
-        return Rounds(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], 1)
+            return rounds_of(self._count(sizes), self.shape.ctas)
+        return Rounds(cute.arch.block_idx()[0] // self.shape.ctas, cute.arch.grid_dim()[0] // self.shape.ctas, 1)
 
     def _unit_of(self, rounds: Rounds, turn: Int32, sizes: Sizes) -> Unit:
         index = rounds.unit(turn) if self.max_ctas > 0 else rounds.block
         sizes = Sizes(*(fresh(size) for size in sizes[:5]), sizes.splits)
+        if self.shape.ctas > 1:
+            work = self._work(index, sizes)
+            return Unit(WorkTile(PAIR * work.m_block + rank_in_pair(), work.head, work.batch), None)
         if sizes.splits is None:
             return Unit(self._work(index, sizes), None)
         return Unit(self._work(index // sizes.splits, sizes), index % sizes.splits)
 
     @cute.jit
     def _work(self, index: Int32, sizes: Sizes) -> WorkTile:
-        m_blocks = cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
+        m_blocks = cute.ceil_div(sizes.seqlen_q, self.tile.tile_m * self.shape.ctas)
         if cutlass.const_expr(self.mask.left or not self.mask.right):
             return head_by_head(index, m_blocks, sizes.heads_q)
         keys = cutlass.min(sizes.seqlen_k, 1 << 20)  # beyond any L2, and the product stays within 32 bits
@@ -217,17 +233,17 @@ class ForwardSm100:
 
     @cute.kernel
     def kernel(self, sources: Sources, results: Results, softening: Softening, sizes: Sizes, layouts: ForwardLayouts):
-        shape, schedule, slots = self.shape, self.schedule, self.tile.stages
-        barriers = barrier_count(shape.query_tiles, slots)
+        shape, schedule, two = self.shape, self.schedule, self.shape.ctas == PAIR
+        barriers = barrier_count(shape.query_tiles, self.tile.stages)
         storage = SmemAllocator().allocate(forward_storage(shape, layouts, barriers, self.dtype))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bars = open_barriers(storage.barriers.data_ptr(), shape.query_tiles, slots)
+        bars = open_barriers(storage.barriers.data_ptr(), shape)
         if warp == schedule.mma_warp:
-            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.tmem_address.data_ptr())
-            cute.arch.relinquish_tmem_alloc_permit()
+            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.tmem_address.data_ptr(), is_two_cta=two)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=two)
         cute.arch.mbarrier_init_fence()
         before_arrive()
-        cute.arch.sync_threads()
+        meet(shape.ctas)
         after_wait()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address.data_ptr())
         o_room = storage.q if cutlass.const_expr(shape.shared_output) else storage.o
@@ -245,21 +261,26 @@ class ForwardSm100:
             if warp == schedule.load_warp:
                 self.load(sources, room, sizes)
             if warp == schedule.mma_warp:
-                self.multiply(room, sizes)
+                if cutlass.const_expr(shape.ctas == 1):
+                    self.multiply(room, sizes)
+                elif rank_in_pair() == LEADER:
+                    self.multiply(room, sizes)
         elif warp >= schedule.correction_warp:
             cute.arch.setmaxregister_decrease(schedule.correction_registers)
             self.correct(sources.o, room, results, sizes)
         else:
             cute.arch.setmaxregister_increase(schedule.softmax_registers)
             self.softmax(room, results, softening, sizes)
-        cute.arch.sync_threads()
+        meet(shape.ctas)  # a pair: products read the shared memory of both CTAs, and arrive at barriers of both
         if warp == schedule.mma_warp:
-            cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
+            cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS, is_two_cta=two)
 
     @cute.jit
     def load(self, sources: Sources, room: Room, sizes: Sizes):
         shape, ring, phase = self.shape, ring_start(), Int32(0)
-        qk, pv = self.mmas.qk().get_slice(0), self.mmas.pv().get_slice(0)
+        half = rank_in_pair() if cutlass.const_expr(shape.ctas > 1) else 0
+        q_mma = self.query_mmas.qk().get_slice(0)
+        qk, pv = self.mmas.qk().get_slice(half), self.mmas.pv().get_slice(half)
         rounds = self._rounds(sizes)
         for turn in cutlass.range(rounds.count, unroll=1):
             unit = self._unit_of(rounds, turn, sizes)
@@ -273,7 +294,7 @@ class ForwardSm100:
             v_tiles = cute.local_tile(v, (shape.width_v, shape.value_chunk), (0, None))
             context = LoadContext(
                 bars=room.bars,
-                q=tile_copy(sources.q, room.q, qk.partition_A(q_tiles)),
+                q=tile_copy(sources.q, room.q, q_mma.partition_A(q_tiles)),
                 k=tile_copy(sources.k, room.k, qk.partition_B(k_tiles)),
                 v=tile_copy(sources.v, room.v, pv.partition_B(v_tiles)),
             )
@@ -416,6 +437,31 @@ class SplitForwardSm100(ForwardSm100):
         results = Results(None, o_partial, state_partial)
         self.launch((q, k, v, o), results, Softening(scale * LOG2_E), (None, None), stream)
         launch_combine(o_partial, state_partial, o, lse, stream)
+
+
+class PairedForwardSm100:
+    """Two kernels in one: pairs of CTAs, or single ones where a pair's second CTA would have too few rows."""
+
+    def __init__(self, plan: Plan, dtype: type):
+        self.single, self.pair = ForwardSm100(plan, dtype), ForwardSm100(plan, dtype, PAIR)
+        self.tile_m = plan.tile.tile_m
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        scale: Float32,
+        stream,
+    ):
+        tensors, results, softening = (q, k, v, o), Results(lse), Softening(scale * LOG2_E)
+        if pairs_pay(q.shape[1], self.tile_m):
+            self.pair.launch(tensors, results, softening, (None, None), stream)
+        else:
+            self.single.launch(tensors, results, softening, (None, None), stream)
 
 
 class BoundedForwardSm100(ForwardSm100):

@@ -12,7 +12,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from .memory import ForwardShape
-from .pipeline import Barriers, Ring, advanced
+from .pipeline import Barriers, Ring, advanced, expect_bytes
 from .schedule import Run
 
 
@@ -47,27 +47,38 @@ def tile_copy(tma: TmaSource, smem: cute.Tensor, parts: cute.Tensor) -> TileCopy
 
 
 @cute.jit
-def _fetch(copy: TileCopy, source: cute.Tensor, bars: Barriers, ring: Ring, size: cutlass.Constexpr[int]):
+def _fetch(
+    copy: TileCopy,
+    source: cute.Tensor,
+    bars: Barriers,
+    ring: Ring,
+    size: cutlass.Constexpr[int],
+    ctas: cutlass.Constexpr[int],
+):
     full = bars.ring_full + ring.slot
     cute.arch.mbarrier_wait(bars.ring_free + ring.slot, ring.phase ^ 1)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+    expect_bytes(full, size, ctas)
     cute.copy(copy.atom, source, copy.target[None, ring.slot], tma_bar_ptr=full)
 
 
 @cute.jit
-def _fetch_query(context: LoadContext, first: Int32, tile: cutlass.Constexpr[int], phase: Int32, size: int):
+def _fetch_query(
+    context: LoadContext,
+    first: Int32,
+    tile: cutlass.Constexpr[int],
+    phase: Int32,
+    shape: cutlass.Constexpr[ForwardShape],
+):
     full = context.bars.q_full + tile
     cute.arch.mbarrier_wait(context.bars.q_free + tile, phase ^ 1)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+    expect_bytes(full, shape.tile_bytes[0], shape.ctas)
     cute.copy(context.q.atom, context.q.source[None, first + tile], context.q.target[None, tile], tma_bar_ptr=full)
 
 
 @cute.jit
 def _fetch_keys(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Constexpr[ForwardShape]) -> Ring:
     for chunk in cutlass.range(shape.key_chunks, unroll=1):
-        _fetch(context.k, context.k.source[None, tile, chunk], context.bars, ring, shape.tile_bytes[1])
+        _fetch(context.k, context.k.source[None, tile, chunk], context.bars, ring, shape.tile_bytes[1], shape.ctas)
         ring = advanced(ring, shape.tile.stages)
     return ring
 
@@ -76,7 +87,7 @@ def _fetch_keys(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Co
 def _fetch_values(context: LoadContext, tile: Int32, ring: Ring, shape: cutlass.Constexpr[ForwardShape]) -> Ring:
     for chunk in cutlass.range(shape.value_chunks, unroll=1):
         source = context.v.source[None, tile * shape.value_chunks + chunk]
-        _fetch(context.v, source, context.bars, ring, shape.tile_bytes[2])
+        _fetch(context.v, source, context.bars, ring, shape.tile_bytes[2], shape.ctas)
         ring = advanced(ring, shape.tile.stages)
     return ring
 
@@ -87,12 +98,12 @@ def load_tile(
 ) -> Ring:
     """All that one work tile reads. first: of its query tiles; phase: of the query rooms. One converged warp."""
     last, steps = run.last, run.steps
-    _fetch_query(context, first, 0, phase, shape.tile_bytes[0])
+    _fetch_query(context, first, 0, phase, shape)
     if cutlass.const_expr(shape.query_tiles == 2):
         for step in cutlass.range(steps, unroll=1):
             ring = _fetch_keys(context, last - 1 - step, ring, shape)
             if step == 0:
-                _fetch_query(context, first, 1, phase, shape.tile_bytes[0])
+                _fetch_query(context, first, 1, phase, shape)
             ring = _fetch_values(context, last - 1 - step, ring, shape)
     else:  # the MMA warp asks for K a step ahead
         for step in cutlass.range(steps + 1, unroll=1):

@@ -46,6 +46,7 @@ class ForwardShape:
     tile: Tile
     width_qk: int
     width_v: int
+    ctas: int = 1  # that multiply together: 2 where a pair does
 
     def __post_init__(self) -> None:
         if tmem_columns(self.query_tiles, self.width_v) > TMEM_COLUMNS:
@@ -72,14 +73,23 @@ class ForwardShape:
         return self.tile.tile_n // self.value_chunk
 
     @property
+    def mma_rows(self) -> int:
+        """tcgen05's M."""
+        return ROWS * self.ctas
+
+    @property
     def tile_bytes(self) -> tuple[int, int, int]:
-        """What one TMA copy of Q, of a chunk of K, of a chunk of V brings; 16-bit values."""
+        """What TMA brings of Q, of a chunk of K, of a chunk of V, to both CTAs of a pair together; 16-bit values."""
         keys = self.tile.tile_n
-        return 2 * ROWS * self.width_qk, 2 * keys * self.key_chunk, 2 * self.width_v * self.value_chunk
+        return 2 * self.mma_rows * self.width_qk, 2 * keys * self.key_chunk, 2 * self.width_v * self.value_chunk
+
+    @property
+    def slot_elements(self) -> int:
+        return slot_elements(self.width_qk, self.width_v, self.ctas)
 
     @property
     def shared_output(self) -> bool:
-        return shared_output(self.tile.tile_m, self.width_qk, self.width_v)
+        return shared_output(self.tile.tile_m, self.width_qk, self.width_v, self.ctas)
 
     def s_column(self, slot: int | Int32) -> int | Int32:
         return slot * self.tile.tile_n
@@ -100,13 +110,13 @@ def _with_slot_stride(layout: cute.ComposedLayout, elements: int) -> cute.Compos
 
 def forward_layouts(shape: ForwardShape, qk: cute.TiledMma, pv: cute.TiledMma, dtype: type) -> ForwardLayouts:
     tile_n, slots = shape.tile.tile_n, shape.tile.stages
-    k = blackwell.make_smem_layout_b(qk, (ROWS, tile_n, shape.key_chunk), dtype, slots)
-    v = blackwell.make_smem_layout_b(pv, (ROWS, shape.width_v, shape.value_chunk), dtype, slots)
-    elements = slot_elements(shape.width_qk, shape.width_v)
+    rows = shape.mma_rows
+    k = blackwell.make_smem_layout_b(qk, (rows, tile_n, shape.key_chunk), dtype, slots)
+    v = blackwell.make_smem_layout_b(pv, (rows, shape.width_v, shape.value_chunk), dtype, slots)
     return ForwardLayouts(
-        q=blackwell.make_smem_layout_a(qk, (ROWS, tile_n, shape.width_qk), dtype, shape.query_tiles),
-        k=_with_slot_stride(k, elements),
-        v=_with_slot_stride(v, elements),
+        q=blackwell.make_smem_layout_a(qk, (rows, tile_n, shape.width_qk), dtype, shape.query_tiles),
+        k=_with_slot_stride(k, shape.slot_elements),
+        v=_with_slot_stride(v, shape.slot_elements),
         o=blackwell.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (ROWS, shape.width_v), shape.query_tiles),
     )
 
@@ -115,7 +125,7 @@ def forward_storage(shape: ForwardShape, layouts: ForwardLayouts, barrier_words:
     q_elements, o_elements = cute.cosize(layouts.q), cute.cosize(layouts.o)
     if shape.shared_output:
         q_elements, o_elements = max(q_elements, o_elements), 0
-    ring_elements = shape.tile.stages * slot_elements(shape.width_qk, shape.width_v)
+    ring_elements = shape.tile.stages * shape.slot_elements
 
     @cute.struct
     class Storage:

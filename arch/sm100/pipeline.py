@@ -29,10 +29,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import tcgen05
 
-from .schedule import WARPS_PER_GROUP
+from .schedule import LEADER, WARPS_PER_GROUP
 from .tiles import SCORE_SLOTS
 
 O_STORED = 1  # id; 0 belongs to __syncthreads
+BOTH = 0b11  # mask of the CTAs of a pair
 
 
 class Barriers(NamedTuple):
@@ -55,7 +56,7 @@ class Edge:
     arrivals: int
 
 
-def edges(query_tiles: int, slots: int) -> tuple[Edge, ...]:
+def edges(query_tiles: int, slots: int, ctas: int = 1) -> tuple[Edge, ...]:
     warps = WARPS_PER_GROUP
     return (
         Edge("q_full", query_tiles, 1),
@@ -63,8 +64,8 @@ def edges(query_tiles: int, slots: int) -> tuple[Edge, ...]:
         Edge("ring_full", slots, 1),
         Edge("ring_free", slots, 1),
         Edge("s_full", SCORE_SLOTS, 1),
-        Edge("p_ready", SCORE_SLOTS, 2 * warps),
-        Edge("p_tail", SCORE_SLOTS, warps),
+        Edge("p_ready", SCORE_SLOTS, 2 * warps * ctas),
+        Edge("p_tail", SCORE_SLOTS, warps * ctas),
         Edge("factor_full", query_tiles, warps),
         Edge("factor_free", query_tiles, warps),
         Edge("o_full", query_tiles, 1),
@@ -72,14 +73,15 @@ def edges(query_tiles: int, slots: int) -> tuple[Edge, ...]:
 
 
 def barrier_count(query_tiles: int, slots: int) -> int:
+    """The same for one CTA and for each of a pair."""
     return sum(edge.count for edge in edges(query_tiles, slots))
 
 
 @cute.jit
-def open_barriers(first: cute.Pointer, query_tiles: cutlass.Constexpr[int], slots: cutlass.Constexpr[int]) -> Barriers:
-    """Initialised by one thread. The caller fences and synchronises the CTA."""
+def open_barriers(first: cute.Pointer, shape: cutlass.Constexpr) -> Barriers:
+    """Initialised by one thread. The caller fences and synchronises the CTAs."""
     thread, _, _ = cute.arch.thread_idx()
-    table = edges(query_tiles, slots)
+    table = edges(shape.query_tiles, shape.tile.stages, shape.ctas)
     starts = {edge.name: first + sum(other.count for other in table[:i]) for i, edge in enumerate(table)}
     if thread == 0:
         for edge in table:
@@ -107,10 +109,13 @@ def advanced(ring: Ring, slots: cutlass.Constexpr[int]) -> Ring:
     return Ring(slot, phase)
 
 
-def commit(barrier: cute.Pointer):
-    """Arrives when every product issued so far is done. One thread speaks for the warp."""
+def commit(barrier: cute.Pointer, ctas: int):
+    """Arrives, in both CTAs of a pair, when every product issued so far is done. One thread speaks for the warp."""
     with cute.arch.elect_one():
-        tcgen05.commit(barrier)
+        if ctas == 1:
+            tcgen05.commit(barrier)
+        else:
+            tcgen05.commit(barrier, BOTH, tcgen05.CtaGroup.TWO)
 
 
 @cute.jit
@@ -119,6 +124,41 @@ def arrive_warp(barrier: cute.Pointer):
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def arrive_leader(barrier: cute.Pointer, ctas: cutlass.Constexpr[int]):
+    """arrive_warp() at the CTA whose MMA warp waits."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        if cutlass.const_expr(ctas == 1):
+            cute.arch.mbarrier_arrive(barrier)
+        else:
+            cute.arch.mbarrier_arrive(barrier, LEADER)
+
+
+def rank_in_pair() -> Int32:
+    return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+
+@cute.jit
+def expect_bytes(barrier: cute.Pointer, size: cutlass.Constexpr[int], ctas: cutlass.Constexpr[int]):
+    """Before TMA writes. In a pair the leader speaks for both, and the copies of both arrive at its barrier."""
+    if cutlass.const_expr(ctas == 1):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+    elif rank_in_pair() == LEADER:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+
+
+def meet(ctas: int):
+    """All threads of the CTAs that multiply together."""
+    if ctas == 1:
+        cute.arch.sync_threads()
+    else:
+        cute.arch.cluster_arrive(aligned=True)
+        cute.arch.cluster_wait()
 
 
 def before_arrive():

@@ -11,7 +11,7 @@ from ..common.numeric import EXP2_DEGREE, exp2, exp2_polynomial, finite_or_zero,
 from ..common.rowstate import RowState
 from .mask import Visible, mask_row
 from .memory import ForwardShape, load_columns, store_columns
-from .pipeline import Barriers, after_wait, arrive_warp, before_arrive
+from .pipeline import Barriers, after_wait, arrive_leader, arrive_warp, before_arrive
 
 CHAINS = 4  # partial maxima of a row
 LOAD = 32  # columns of a TMEM load
@@ -161,8 +161,8 @@ def softmax_step(
         _probabilities(scores, packed, first, (context.scale_log2, subtrahend), plan, masked)
         store_columns(p, first // 2, packed, first // 2, PART // 2, thread)
         if cutlass.const_expr(first == tile_n - 2 * PART):
-            _announce(bars.p_ready + slot)
-    _announce(bars.p_tail + slot)
+            _announce(bars.p_ready + slot, plan.shape.ctas)
+    _announce(bars.p_tail + slot, plan.shape.ctas)
     state.total[0] = state.total[0] * state.rescale[0] + _row_sum(scores)
     if cutlass.const_expr(plan.shape.query_tiles == 1):
         slot = slot ^ 1
@@ -170,8 +170,8 @@ def softmax_step(
     return SoftmaxSlots(slots.first, slot, phase, slots.factor_phase ^ 1)
 
 
-def _announce(barrier: cute.Pointer):
+def _announce(barrier: cute.Pointer, ctas: int):
     """What was stored to tensor memory may be multiplied."""
     cute.arch.fence_view_async_tmem_store()
     before_arrive()
-    arrive_warp(barrier)
+    arrive_leader(barrier, ctas)
