@@ -3,7 +3,8 @@
 from cute_flash.spec.plan import Plan
 
 from ..common import operands
-from .forward import BoundedForwardSm100, ForwardSm100, PairedForwardSm100, SplitForwardSm100
+from .entries import BoundedForwardSm100, PairedForwardSm100, SplitForwardSm100
+from .forward import ForwardSm100
 from .tiles import PAIRS, SPLIT
 
 

@@ -18,7 +18,6 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from ..common.blocks import KeyTiles, key_tiles, part_of, window_tiles
-from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E, fresh
 from ..common.order import Rounds, WorkTile, head_by_head, longest_first, rounds_of, tile_count
 from ..common.rowstate import inverse_total, make_row_state, reset
@@ -33,14 +32,15 @@ from .pipeline import (
     after_wait,
     barrier_count,
     before_arrive,
+    leads,
     meet,
     open_barriers,
     rank_in_pair,
     ring_start,
 )
-from .schedule import LEADER, ROWS, WARPGROUP, WARPS_PER_GROUP, Run, forward_schedule
+from .schedule import ROWS, WARPGROUP, WARPS_PER_GROUP, Run, forward_schedule
 from .softmax import SoftmaxContext, SoftmaxPlan, SoftmaxSlots, send_factor, softmax_step
-from .tiles import PAIR, TMEM_COLUMNS, emulated_pairs, pair_tile, pairs_pay
+from .tiles import PAIR, TMEM_COLUMNS, emulated_pairs, pair_tile
 
 
 class Sources(NamedTuple):
@@ -260,11 +260,8 @@ class ForwardSm100:
             cute.arch.setmaxregister_decrease(schedule.other_registers)
             if warp == schedule.load_warp:
                 self.load(sources, room, sizes)
-            if warp == schedule.mma_warp:
-                if cutlass.const_expr(shape.ctas == 1):
-                    self.multiply(room, sizes)
-                elif rank_in_pair() == LEADER:
-                    self.multiply(room, sizes)
+            if warp == schedule.mma_warp and leads(shape.ctas):
+                self.multiply(room, sizes)
         elif warp >= schedule.correction_warp:
             cute.arch.setmaxregister_decrease(schedule.correction_registers)
             self.correct(sources.o, room, results, sizes)
@@ -416,80 +413,3 @@ class ForwardSm100:
         target = o_partial[unit.split, unit.work.batch, unit.work.head, cutlass.min(row, o_partial.shape[3] - 1), None]
         store_partial(context.tmem, target, self.shape, factor, (context.thread, real))
         return CorrectionState((factor_phase ^ 1, unused), state.o_phase ^ 1, state.slot)
-
-
-class SplitForwardSm100(ForwardSm100):
-    """The same kernel for query tiles too few to fill the GPU: several CTAs share one, each with a run of keys."""
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        scale: Float32,
-        o_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, width_v) float32
-        state_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, 2) float32
-        stream,
-    ):
-        results = Results(None, o_partial, state_partial)
-        self.launch((q, k, v, o), results, Softening(scale * LOG2_E), (None, None), stream)
-        launch_combine(o_partial, state_partial, o, lse, stream)
-
-
-class PairedForwardSm100:
-    """Two kernels in one: pairs of CTAs, or single ones where a pair's second CTA would have too few rows."""
-
-    def __init__(self, plan: Plan, dtype: type):
-        self.single, self.pair = ForwardSm100(plan, dtype), ForwardSm100(plan, dtype, PAIR)
-        self.tile_m = plan.tile.tile_m
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        scale: Float32,
-        stream,
-    ):
-        tensors, results, softening = (q, k, v, o), Results(lse), Softening(scale * LOG2_E)
-        if pairs_pay(q.shape[1], self.tile_m):
-            self.pair.launch(tensors, results, softening, (None, None), stream)
-        else:
-            self.single.launch(tensors, results, softening, (None, None), stream)
-
-
-class BoundedForwardSm100(ForwardSm100):
-    """The same kernel with a window, a softcap or both."""
-
-    def __init__(self, plan: Plan, dtype: type):
-        super().__init__(plan, dtype)
-        self.softcap = plan.softcap
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        scale: Float32,
-        left: Int32,
-        right: Int32,
-        softcap: Float32,
-        stream,
-    ):
-        softening = Softening(scale * LOG2_E)
-        if cutlass.const_expr(self.softcap):
-            softening = Softening(softcap * LOG2_E, 2.0 * LOG2_E * (scale / softcap))
-        bounds = (
-            left if cutlass.const_expr(self.mask.left) else None,
-            right if cutlass.const_expr(self.mask.right and not self.mask.causal) else None,
-        )
-        self.launch((q, k, v, o), Results(lse), softening, bounds, stream)

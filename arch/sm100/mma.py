@@ -31,9 +31,7 @@ class ForwardMmas:
     def _make(self, b_major: OperandMajorMode, columns: int, source: tcgen05.OperandSource) -> cute.TiledMma:
         k_major, group = OperandMajorMode.K, tcgen05.CtaGroup(self.shape.ctas)
         tile = (self.shape.mma_rows, columns)
-        return blackwell.make_trivial_tiled_mma(
-            self.dtype, self.dtype, k_major, b_major, Float32, group, tile, source
-        )
+        return blackwell.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, b_major, Float32, group, tile, source)
 
     def qk(self) -> cute.TiledMma:
         return self._make(OperandMajorMode.K, self.shape.tile.tile_n, tcgen05.OperandSource.SMEM)

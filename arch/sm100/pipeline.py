@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import tcgen05
 
 from .schedule import LEADER, WARPS_PER_GROUP
@@ -141,13 +141,15 @@ def rank_in_pair() -> Int32:
     return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
 
+def leads(ctas: int) -> bool | Boolean:
+    """Does the MMA warp of this CTA issue the products? A CTA alone does, which is known at compile time."""
+    return ctas == 1 or rank_in_pair() == LEADER
+
+
 @cute.jit
 def expect_bytes(barrier: cute.Pointer, size: cutlass.Constexpr[int], ctas: cutlass.Constexpr[int]):
     """Before TMA writes. In a pair the leader speaks for both, and the copies of both arrive at its barrier."""
-    if cutlass.const_expr(ctas == 1):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-    elif rank_in_pair() == LEADER:
+    if leads(ctas):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
 

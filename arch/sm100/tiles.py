@@ -27,8 +27,23 @@ EMULATED_PAIRS = {
     "sm_103a": {256: 0},  # MUFU is twice as wide there
 }
 
-PAIRED_FROM = 128  # width of both operands
-PAIRS_PAY_FROM = 5  # query tiles of a head, where their number is odd
+
+# Pairs of CTAs under a full mask: (width_qk, width_v) -> cycles of an SM that 128 x 128 scores take on their slowest
+# pipe, alone and paired: perf/model.py on what the emulator counts (512 or 1024 query rows and keys). Alone, a product
+# of 128 rows reads all of K or V from shared memory, which binds; in a pair it reads half, as TMA fills half, and the
+# tensor cores bind. Below 128 the softmax takes longest either way.
+PAIR_CYCLES = {
+    (128, 128): (1235, 1024),
+    (128, 192): (1680, 1280),
+    (128, 256): (1968, 1536),
+    (192, 128): (1587, 1280),
+    (192, 192): (2080, 1536),
+    (192, 256): (2368, 1792),
+    (256, 128): (1805, 1536),
+    (256, 192): (2480, 1792),
+    (256, 256): (2967, 2048),
+}
+
 
 def emulated_pairs(arch: str, width_qk: int) -> int:
     rows = EMULATED_PAIRS[arch]
@@ -103,18 +118,17 @@ def forward_tile(head_dim: int, head_dim_v: int) -> Tile:
 
 def paired(head_dim: int, head_dim_v: int, mask: str) -> bool:
     """Do two CTAs multiply together, where a call has rows enough? Each instruction then reads half of B from each
-    CTA's shared memory, and each CTA loads half of K and V.
-
-    See PAIRED_CYCLES. Below 128 the softmax is what a tile takes longest for, and other masks give the two CTAs
-    different key tiles.
+    CTA's shared memory, and each CTA loads half of K and V. Other masks would give the two different key tiles.
     """
-    return mask == "full" and min(width(head_dim), width(head_dim_v)) >= PAIRED_FROM
+    return mask == "full" and (width(head_dim), width(head_dim_v)) in PAIR_CYCLES
 
 
-def pairs_pay(seqlen_q, tile_m: int):
-    """For Python's int, and for a run-time Int32: does a pair's second CTA stay idle too rarely to matter?"""
+def pairs_pay(seqlen_q, tile_m: int, width_qk: int, width_v: int):
+    """seqlen_q: an int, or an Int32 at run time. An odd number of query tiles leaves one CTA of a pair idle, which a
+    pair's speed makes up for from some number on."""
+    alone, together = PAIR_CYCLES[width_qk, width_v]
     tiles = (seqlen_q + tile_m - 1) // tile_m
-    return (tiles % PAIR == 0) | (tiles >= PAIRS_PAY_FROM)
+    return (tiles % PAIR == 0) | (tiles >= -(-together // (alone - together)))
 
 
 def pair_tile(tile: Tile, width_qk: int, width_v: int) -> Tile:

@@ -119,6 +119,27 @@ BOUNDED = (
     case(256, (65, 161), softcap=15.0, values="very_negative"),  # every score is -400: tanh is -1
     case(128, (130, 300), window=(60, 40), softcap=20.0, values="large", dtype="float16"),
 )
+# Two CTAs that multiply together, 512 query rows (256 where one query tile is all that fits).
+PAIRED = (
+    case(128, (257, 1)),  # a single row for the second CTA
+    case(128, (512, 128), heads=(2, 1)),
+    case(128, (300, 257), heads=(4, 2), batch=2),
+    case(128, (1030, 65)),  # five query tiles: the sixth CTA has no rows at all
+    case(128, (600, 129)),  # three: CTAs work alone
+    case(128, (257, 1025)),  # nine steps through a ring of six
+    case(128, (511, 385), values="falling"),
+    case(128, (385, 385), values="rising"),
+    case(128, (400, 160), values="very_negative"),
+    case(128, (300, 300), values="huge_score", layout="heads_first"),
+    case(100, (258, 129), dtype="float16"),
+    case((192, 128), (513, 255)),
+    case(192, (200, 385), heads=(2, 1)),
+    case(256, (200, 385), values="falling"),
+    case(256, (640, 65)),  # five query tiles
+    case(256, (129, 127), dtype="float16"),
+    case((128, 256), (130, 200)),
+    case((256, 128), (129, 300), values="outliers"),
+)
 # One query tile of 128 rows a CTA, whose keys several CTAs share.
 SPLIT = (
     Cell(case(64, (65, 257)), splits=2),
@@ -132,7 +153,7 @@ SPLIT = (
     Cell(case(256, (64, 300)), splits=2),
     Cell(case(256, (1, 257), heads=(4, 1), dtype="float16"), splits=3),
 )
-PLAIN = tuple(Cell(each) for each in CASES)
+PLAIN = tuple(Cell(each) for each in (*CASES, *PAIRED))
 CELLS = (*PLAIN, *(Cell(each) for each in BOUNDED), *SPLIT)
 
 
@@ -167,7 +188,7 @@ def check(cell: Cell | Case, schedule: Schedule, arch: str = "sm_100a", **knobs)
 
 def test_at_least_forty_shapes():
     assert len(set(CASES)) == len(CASES) >= 40
-    assert len(set(CELLS)) == len(CELLS) >= 75
+    assert len(set(CELLS)) == len(CELLS) >= 95
 
 
 @pytest.mark.parametrize("arch, cell, schedule", runs())
@@ -184,6 +205,43 @@ def test_right_under_every_schedule(arch: str, cell: Cell, schedule: Schedule, p
 def test_persistent_ctas_take_several_tiles(dims, poisoned_empty):
     """Two multiprocessors, three work tiles or more: barriers, ring and tensor memory carry over."""
     check(case(dims, (200, 260), heads=(3, 1)), Schedule("late", "random", 5), sms=2)
+
+
+@pytest.mark.parametrize("schedule", EVERY_SEED, ids=str)
+@pytest.mark.parametrize("dims, rows", [(128, 300), ((192, 128), 300), (256, 200)], ids=str)
+def test_persistent_pairs_take_several_tiles(dims, rows, schedule, poisoned_empty):
+    """Three multiprocessors hold one pair, which takes three units: there and back, as single CTAs do."""
+    answer = check(case(dims, (rows, 260), heads=(3, 1)), schedule, sms=3)
+    assert multiplies_in_pairs(answer)
+
+
+def multiplies_in_pairs(answer) -> bool:
+    kinds = {"2-CTA" in shape for shape in answer.counters[0].mma_by_shape}
+    assert len(kinds) == 1, answer.counters[0].mma_by_shape
+    return kinds.pop()
+
+
+@pytest.mark.parametrize(
+    "rows, keys, causal, paired",
+    [
+        (256, 1, False, False),
+        (257, 1, False, True),
+        (600, 1, False, False),
+        (1025, 1, False, True),
+        (257, 1, True, False),
+    ],
+)
+def test_pairs_only_where_both_ctas_mostly_have_rows(rows, keys, causal, paired):
+    """An odd number of query tiles leaves a CTA idle: taken from five on, see tiles.PAIR_CYCLES."""
+    each = case(128, (rows, keys), causal=causal)
+    assert multiplies_in_pairs(check(each, Schedule("eager", "round_robin", 0))) == paired
+
+
+def test_a_pair_halves_what_shared_memory_gives_for_keys_and_values():
+    """Bytes that the products read: Q (A of Q K^T) by each CTA, K and V (B) half by each."""
+    answer = check(case(128, (512, 256)), Schedule("eager", "round_robin", 0))
+    tiles, operand = 4 * 2, 128 * 128 * 2  # query tiles x key tiles; bytes of 128 rows of Q, K or V
+    assert answer.counters[0].mma_shared_read == tiles * (operand + operand // 2 + operand // 2)
 
 
 def test_tiles_outside_a_window_are_not_visited():
