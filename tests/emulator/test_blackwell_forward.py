@@ -282,7 +282,9 @@ def rescaled_share(each: Case) -> float:
 
 @pytest.mark.parametrize("dims", [64, 128], ids=str)
 def test_most_rescales_are_skipped_on_normal_inputs(dims):
-    assert rescaled_share(case(dims, (256, 1024))) <= 0.1
+    """A warp rescales in the first steps and then hardly ever: see SETTLED in softmax.py."""
+    assert rescaled_share(case(dims, (256, 1024))) <= 0.3
+    assert rescaled_share(case(dims, (256, 4096))) <= 0.1
 
 
 def test_rising_maxima_are_rescaled():
