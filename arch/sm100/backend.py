@@ -53,6 +53,10 @@ class Sm100Backend:
             return None
         return replace(plan, tile=tiles.split_tile(plan.head_dim, plan.head_dim_v), ctas=0, variant=tiles.SPLIT)
 
+    def pack(self, plan: Plan) -> Plan | None:
+        split = self.split(plan)
+        return None if split is None else replace(split, variant=tiles.PACKED)
+
     def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
         """A TVM-FFI function on the current stream, see the contract. `options`: more for cute.compile."""
         from .compile import compile_forward

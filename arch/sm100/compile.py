@@ -5,10 +5,12 @@ from cute_flash.spec.plan import Plan
 from ..common import operands
 from .entries import BoundedForwardSm100, PairedForwardSm100, SplitForwardSm100
 from .forward import ForwardSm100
-from .tiles import PAIRS, SPLIT
+from .tiles import PACKED, PAIRS, SPLIT
 
 
 def compile_forward(plan: Plan, options: str = ""):
-    kernels = {SPLIT: SplitForwardSm100, PAIRS: PairedForwardSm100}
+    kernels = {SPLIT: SplitForwardSm100, PACKED: SplitForwardSm100, PAIRS: PairedForwardSm100}
     kernel = kernels.get(plan.variant, ForwardSm100 if plan.plain else BoundedForwardSm100)
-    return operands.compile_forward(kernel(plan, operands.DTYPES[plan.dtype]), plan, plan.variant == SPLIT, options)
+    return operands.compile_forward(
+        kernel(plan, operands.DTYPES[plan.dtype]), plan, plan.variant in (SPLIT, PACKED), options
+    )

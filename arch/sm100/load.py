@@ -1,4 +1,5 @@
 """The load role: one warp moves the query tiles, then K and V from the last key tile to the first, through TMA.
+Packed query rows come through the softmax threads, each its own.
 
 K and V share one ring, in the order in which the MMA warp asks for them, each in its chunks. Chunks are loops on
 purpose: a TMA instruction takes eight uniform registers in a row, and unrolled, several crowd out everything else.
@@ -8,12 +9,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from .memory import ForwardShape
-from .pipeline import Barriers, Ring, advanced, expect_bytes
+from .pipeline import Barriers, Ring, advanced, arrive_warp, expect_bytes
 from .schedule import Run
+
+VECTOR = 8  # 16-bit values of a 16-byte access
 
 
 class TmaSource(NamedTuple):
@@ -33,7 +36,7 @@ class LoadContext(NamedTuple):
     """What the load warp needs for one work tile."""
 
     bars: Barriers
-    q: TileCopy  # (box, query tiles of the head)
+    q: TileCopy | None  # (box, query tiles of the head); None where rows are packed
     k: TileCopy  # (box, key tiles, chunks)
     v: TileCopy  # (box, key tiles x chunks)
 
@@ -98,7 +101,8 @@ def load_tile(
 ) -> Ring:
     """All that one work tile reads. first: of its query tiles; phase: of the query rooms. One converged warp."""
     last, steps = run.last, run.steps
-    _fetch_query(context, first, 0, phase, shape)
+    if cutlass.const_expr(not shape.packed):
+        _fetch_query(context, first, 0, phase, shape)
     if cutlass.const_expr(shape.query_tiles == 2):
         for step in cutlass.range(steps, unroll=1):
             ring = _fetch_keys(context, last - 1 - step, ring, shape)
@@ -112,3 +116,17 @@ def load_tile(
             if step > 0:
                 ring = _fetch_values(context, last - step, ring, shape)
     return ring
+
+
+@cute.jit
+def gather_row(row: cute.Tensor, room: cute.Tensor, bars: Barriers, thread: Int32, real: Boolean):
+    """row (head_dim,) of Q becomes row `thread` of sQ (128, width_qk), zeros where there is none. For 128 threads."""
+    vectors = cute.tiled_divide(room, (1, VECTOR))  # ((1, 8), 128, width_qk / 8)
+    values = cute.make_rmem_tensor((VECTOR,), room.element_type)
+    for i in cutlass.range_constexpr(cute.size(vectors, mode=[2])):
+        values.fill(0.0)
+        if real and i * VECTOR < row.shape[0]:
+            cute.autovec_copy(cute.make_tensor(row.iterator + i * VECTOR, cute.make_layout(VECTOR)), values)
+        cute.autovec_copy(values, vectors[(0, None), thread, i])
+    cute.arch.fence_view_async_shared()
+    arrive_warp(bars.q_full)

@@ -37,6 +37,7 @@ class ForwardLayouts(NamedTuple):
     k: cute.ComposedLayout
     v: cute.ComposedLayout
     o: cute.ComposedLayout
+    q_rows: cute.ComposedLayout | None  # q's room as (128, width_qk), where threads fill it
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class ForwardShape:
     width_qk: int
     width_v: int
     ctas: int = 1  # that multiply together: 2 where a pair does
+    packed: bool = False  # a query tile holds rows of several heads, which no TMA box describes
 
     def __post_init__(self) -> None:
         if tmem_columns(self.query_tiles, self.width_v) > TMEM_COLUMNS:
@@ -118,7 +120,14 @@ def forward_layouts(shape: ForwardShape, qk: cute.TiledMma, pv: cute.TiledMma, d
         k=_with_slot_stride(k, shape.slot_elements),
         v=_with_slot_stride(v, shape.slot_elements),
         o=blackwell.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (ROWS, shape.width_v), shape.query_tiles),
+        q_rows=_rows_of(shape.width_qk, dtype) if shape.packed else None,
     )
+
+
+def _rows_of(columns: int, dtype: type) -> cute.ComposedLayout:
+    """(128, columns), K-major, in the widest swizzle that `columns` allows, as for A and O alike."""
+    layout = blackwell.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (ROWS, columns), 1)
+    return cute.slice_(layout, (None, None, 0))
 
 
 def forward_storage(shape: ForwardShape, layouts: ForwardLayouts, barrier_words: int, dtype: type) -> type:

@@ -1,7 +1,8 @@
 """WHEN: who waits for whom. Every edge is a plain mbarrier; a waiter knows the phase by counting its own steps.
 
 edge          for each    arrivals                                   who waits, for what
-q_full        query tile  load warp + tx bytes                       MMA: Q is there
+q_full        query tile  load warp + tx bytes; packed: 4 softmax    MMA: Q is there
+                          warps
 q_free        query tile  commit of the last Q K^T                   load: the room of Q may be filled
 ring_full     slot        load warp + tx bytes                       MMA: a chunk of K or V is there
 ring_free     slot        commit of its last product                 load: the slot may be filled
@@ -56,10 +57,10 @@ class Edge:
     arrivals: int
 
 
-def edges(query_tiles: int, slots: int, ctas: int = 1) -> tuple[Edge, ...]:
+def edges(query_tiles: int, slots: int, ctas: int = 1, packed: bool = False) -> tuple[Edge, ...]:
     warps = WARPS_PER_GROUP
     return (
-        Edge("q_full", query_tiles, 1),
+        Edge("q_full", query_tiles, warps if packed else 1),
         Edge("q_free", query_tiles, 1),
         Edge("ring_full", slots, 1),
         Edge("ring_free", slots, 1),
@@ -81,7 +82,7 @@ def barrier_count(query_tiles: int, slots: int) -> int:
 def open_barriers(first: cute.Pointer, shape: cutlass.Constexpr) -> Barriers:
     """Initialised by one thread. The caller fences and synchronises the CTAs."""
     thread, _, _ = cute.arch.thread_idx()
-    table = edges(shape.query_tiles, shape.tile.stages, shape.ctas)
+    table = edges(shape.query_tiles, shape.tile.stages, shape.ctas, shape.packed)
     starts = {edge.name: first + sum(other.count for other in table[:i]) for i, edge in enumerate(table)}
     if thread == 0:
         for edge in table:

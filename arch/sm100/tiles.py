@@ -13,6 +13,7 @@ WIDTH_STEP = 32  # head dims are tiled in steps of 32 up to 128: one kernel serv
 WIDE_STEP = 64  # beyond 128, so that a width splits into two equal chunks
 SPLIT = "split"  # Plan.variant: several CTAs share a query tile, each takes a run of key tiles
 PAIRS = "pairs"  # Plan.variant: two CTAs multiply together, where a call has rows enough for both
+PACKED = "packed"  # Plan.variant: SPLIT, and the query heads of a group share tiles
 PAIR = 2  # CTAs that multiply together: each holds its own query rows and one half of every K and V tile
 ROWS = 128  # of one query tile
 KEYS = 128  # of one step: at fewer, reading Q from shared memory would take longer than multiplying it
