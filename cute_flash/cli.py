@@ -205,9 +205,8 @@ def _variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[
             skipped.append(f"{problem}: {backend.name} compiles at the first call, nothing to keep ahead")
             continue
         for split in SWITCH[arguments.split]:
-            plan = backend.split(decision.plan) if split else decision.plan
-            if plan is not None:
-                plans[plan] = backend
+            found = (backend.split(decision.plan), backend.pack(decision.plan)) if split else (decision.plan,)
+            plans.update((plan, backend) for plan in found if plan is not None)
     return plans, skipped
 
 

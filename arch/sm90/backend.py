@@ -45,6 +45,9 @@ class Sm90Backend:
     def split(self, plan: Plan) -> Plan | None:
         return replace(plan, variant=tiles.SPLIT) if plan.direction == FORWARD and plan.plain else None
 
+    def pack(self, plan: Plan) -> Plan | None:
+        return None
+
     def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
         """A TVM-FFI function (q, k, v, out, lse, scale, ...) on the current stream; `options` go to cute.compile."""
         from .compile import compile_forward

@@ -26,6 +26,9 @@ A backend may offer a second forward for calls whose query tiles are too few to 
 o_partial     (splits, batch, heads_q, seqlen_q, Plan.head_dim_v) float32, scratch
 state_partial (splits, batch, heads_q, seqlen_q, 2) float32, scratch: a row's maximum and total in each split
 
+and a third one of the same kind for calls whose rows, of all query heads of a group together, fit one query tile (see
+`pack`); `splits` may be 1 there.
+
 lse is None where Plan.lse is False, dlse where Plan.lse_grad is False. The office never calls a kernel with an empty
 batch, head or sequence dimension, and hands over tensors that keep the backend's `row_alignment`.
 """
@@ -57,6 +60,10 @@ class Backend(Protocol):
 
     def split(self, plan: Plan) -> Plan | None:
         """The plan that shares a query tile among CTAs, each with a run of keys; None where there is none."""
+        ...
+
+    def pack(self, plan: Plan) -> Plan | None:
+        """A split plan whose query tiles hold the rows of all query heads of a group; None where there is none."""
         ...
 
     def build(self, plan: Plan) -> Callable[..., Any]:

@@ -153,8 +153,18 @@ SPLIT = (
     Cell(case(256, (64, 300)), splits=2),
     Cell(case(256, (1, 257), heads=(4, 1), dtype="float16"), splits=3),
 )
+# A few query rows of grouped heads: those of a group fill one tile, row r being row r // group of head r % group.
+PACKED = (
+    Cell(causal(64, (3, 300), heads=(8, 2), batch=2)),
+    Cell(causal(64, (40, 130), heads=(3, 1)), splits=2),  # 120 rows; the second CTA sees two keys
+    Cell(causal(128, (16, 385), heads=(8, 1), values="falling"), splits=3),  # 128 rows
+    Cell(case(128, (5, 257), heads=(7, 1)), splits=None),
+    Cell(causal(96, (9, 200), heads=(28, 2), layout="heads_first"), splits=None),
+    Cell(causal((192, 128), (2, 193), heads=(16, 4)), splits=4),
+    Cell(causal(250, (4, 300), heads=(6, 1), dtype="float16"), splits=2),
+)
 PLAIN = tuple(Cell(each) for each in (*CASES, *PAIRED))
-CELLS = (*PLAIN, *(Cell(each) for each in BOUNDED), *SPLIT)
+CELLS = (*PLAIN, *(Cell(each) for each in BOUNDED), *SPLIT, *PACKED)
 
 
 def schedules_of(arch: str, cell: Cell) -> tuple[Schedule, ...]:
@@ -173,6 +183,15 @@ def runs():
                 if of == arch:
                     marks = [] if due else [pytest.mark.slow]
                     yield pytest.param(arch, cell, schedule, id=f"{arch}-{cell}-{schedule}", marks=marks)
+
+
+def combines(cell: Cell) -> bool:
+    """Are there partial results? Merging them is a launch of its own."""
+    each = cell.case
+    group = each.heads_q // each.heads_kv
+    plain = each.window is None and each.softcap is None
+    packed = plain and group > 1 and 1 < each.seqlen_q <= 128 // group and each.seqlen_k > 128
+    return cell.splits != 1 or packed
 
 
 def check(cell: Cell | Case, schedule: Schedule, arch: str = "sm_100a", **knobs):
@@ -198,7 +217,7 @@ def test_right_under_every_schedule(arch: str, cell: Cell, schedule: Schedule, p
     error, lse_error = oracle.relative_error(answer.out, exact.out), oracle.lse_excess(answer.lse, exact.lse)
     named = (f"{arch} {cell}", schedule.mode, schedule.scheduler, schedule.seed)
     record_property("emulated", (*named, error, lse_error, answer.steps, answer.seconds))
-    assert len(answer.kernels) == (1 if cell.splits == 1 else 2), answer.kernels  # the combine is a launch of its own
+    assert len(answer.kernels) == (2 if combines(cell) else 1), answer.kernels
 
 
 @pytest.mark.parametrize("dims", [64, 128, 192], ids=str)
@@ -267,6 +286,14 @@ def test_without_lse(poisoned_empty):
     answer = attend(inputs, True, None, return_lse=False, arch="sm_100a", **knobs)
     assert answer.lse is None
     assert oracle.relative_error(answer.out, oracle.forward(*inputs.qkv, causal=True).out) < 4e-3
+
+
+def test_packed_rows_read_keys_once_a_group():
+    """Products of 128 rows: one a KV head and key tile, where heads apart would take one a query head."""
+    answer = check(Cell(causal(64, (4, 256), heads=(8, 2))), Schedule("late", "random", 2))
+    assert answer.counters[0].mma_by_shape == {"m128n128k16 bf16 SS": 2 * 2 * 4, "m128n64k16 bf16 TS": 2 * 2 * 8}
+    apart = check(Cell(causal(64, (65, 256), heads=(8, 2))), Schedule("late", "random", 2))  # 260 rows of a group
+    assert len(apart.kernels) == 1
 
 
 def rescaled_share(each: Case) -> float:
