@@ -46,6 +46,7 @@ class Subject:
     exact: tuple[torch.Tensor, torch.Tensor]
     arch: str
     texts: list[str] = field(default_factory=list)  # PTX that ran
+    kernels: list[str] = field(default_factory=list)  # entries of it that ran
 
     def attempt(self, edit: Callable[[str], str], knobs: dict[str, Any]) -> tuple[bool, Any]:
         """Run once: (is the result right, counters of the first launch)."""
@@ -54,6 +55,7 @@ class Subject:
             tensor.fill_(math.nan)
         with emulator.emulate(self.arch, edit=edit, max_steps=STEPS, strict_exit=True, **knobs) as emulation:
             self.kernel(*self.operands)
+        self.kernels = [launch["kernel"] for launch in emulation.launches]
         return self._right(out, lse), emulation.launches[0]["counters"]
 
     def _right(self, out: torch.Tensor, lse: torch.Tensor) -> bool:
@@ -100,6 +102,16 @@ def prepare(args: argparse.Namespace) -> Subject:
     return Subject(kernel, (q, k, v, out, lse, point.scale, *scratch), dense(q, k, v, point.causal), plan.arch)
 
 
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)")
+
+
+def entry_lines(ptx: str, kernel: str) -> range:
+    """The lines of one kernel, of several that a Plan may choose from."""
+    starts = {match[1]: n for n, line in enumerate(ptx.split("\n"), 1) if (match := _ENTRY.search(line))}
+    after = [n for n in starts.values() if n > starts[kernel]]
+    return range(starts[kernel], min(after, default=ptx.count("\n") + 2))
+
+
 _FILE = re.compile(r"\s*\.file\s+(\d+)\s+\"(?:.*/)?([^/]+/[^/]+)\"")
 _LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)")
 
@@ -126,7 +138,8 @@ def judge(subject: Subject, kinds: Sequence[str] | None = None, sites: slice = s
     def right_everywhere(edit: Callable[[str], str]) -> bool:
         return all(subject.attempt(edit, knobs)[0] for knobs in KNOBS)
 
-    for site in find_sites(subject.texts[0], kinds)[sites]:
+    ran = entry_lines(subject.texts[0], subject.kernels[0])
+    for site in [site for site in find_sites(subject.texts[0], kinds) if site.line in ran][sites]:
         yield from score([site], right_everywhere, counters).outcomes
 
 
