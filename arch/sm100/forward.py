@@ -3,7 +3,7 @@
 FlashAttention-4 (arXiv 2603.05451), section 3.1: products accumulate in tensor memory, so that softmax threads own
 whole rows and hold nothing else; two query tiles alternate on the tensor cores; a correction warpgroup takes the
 rescaling of O off the softmax, and does it only where a maximum grew much. Key tiles that only the second query tile
-sees are not given to the first.
+sees are not given to the first. Under a full mask two CTAs of a cluster may multiply together.
 """
 
 from dataclasses import replace

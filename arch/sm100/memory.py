@@ -5,6 +5,7 @@ sO  (128, width_v, query_tiles)        its own room, or Q's where the ring would
 ring (slots)                           K and V in turn; a slot holds one chunk:
     sK  (tile_n, key_chunk)            all keys, a share of the columns
     sV  (width_v, value_chunk)         a share of the keys, all columns; stored as loaded, an MN-major operand
+    of a pair of CTAs each holds half: tile_n / 2 keys of sK, width_v / 2 columns of sV
 factors (query_tiles, 128) float32     softmax -> correction: what O is multiplied by
 barriers, tensor memory's address
 

@@ -2,6 +2,9 @@
 
 Order with two query tiles: QK(0), QK(1), then per step PV(0), QK(0) of the next step, PV(1), QK(1) of the next: while
 one tile's softmax runs, the other's products do. With a single one: QK of the next step, then PV of this one.
+
+In a pair of CTAs (cta_group::2) the leader's warp issues for both: an instruction of 256 rows takes 128 of A from each
+CTA and half of B from each, keys of K or columns of V; each keeps the products of its rows. Both see the same keys.
 """
 
 from dataclasses import dataclass

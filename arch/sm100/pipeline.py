@@ -14,6 +14,10 @@ factor_free   query tile  4 correction warps                         softmax: th
 o_full        query tile  commit of P V: of the last one, with a     correction: O may be read
                           single query tile of every one
 
+In a pair of CTAs the leader's MMA warp waits for both: TMA of either arrives at the leader's q_full and ring_full, the
+warps of both at its p_ready and p_tail (twice the arrivals), and commits arrive in both CTAs. Operands of products and
+tensor memory cross, which tcgen05's fences order; no thread reads what a thread of the other CTA wrote.
+
 S needs no edge back to the MMA warp: P over S says that S has been read, and products run in the order of issue. With
 two query tiles s_full also says that O of the step before is complete, whose products were issued before; with one, the
 next Q K^T is issued ahead of P V, and o_full says it.
