@@ -319,8 +319,8 @@ def test_rising_maxima_are_rescaled():
 
 
 def test_the_table_in_the_tree_holds_the_runs_of_all_but_packed_rows():
-    """Recorded by scripts/test --all tests/emulator/test_blackwell_forward.py --emulator-csv (see above), in parts: a row
-    names the commit that ran."""
+    """Recorded by scripts/test --all tests/emulator/test_blackwell_forward.py --emulator-csv (see above), in parts: rows
+    name the commit that ran."""
     with TABLE.open(newline="") as file:
         rows = list(csv.DictReader(file))
     names = {(row["shape"], row["mode"], row["scheduler"], int(row["seed"])) for row in rows}
