@@ -6,14 +6,17 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .runtime import autograd, dispatch, launch, report, request
+from .runtime import autograd, dispatch, launch, ops, report, request, substitution
 from .runtime.dispatch import Decision
 from .runtime.launch import Call
 from .runtime.request import SCALE_MAX, SCALE_MIN, Options
+from .spec import device as device_facts
 from .spec import settings
 from .spec.problem import SHORT_KEYS
 
 # (what a kernel depends on, shapes and strides left out) -> Call. Bounded because a key holds settings.generation.
+# type(q) keeps out DTensor, FakeTensor and their like: their data pointer is null, and a kernel would follow it.
+# `is True` asks nothing of a symbolic length: a traced call ends in the cold path without a guard on it.
 _warm: dict[tuple[Any, ...], Call] = {}
 _WARM_MAX = 4096
 
@@ -83,9 +86,9 @@ def attention(
             lazy = q.is_neg() or k.is_neg() or v.is_neg()  # DLPack would drop the sign: the cold path makes it real
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             key = (
-                dtype, q.device, heads_q, heads_k, head_dim, head_dim_v,
-                kind, seqlen_k <= SHORT_KEYS, return_lse, deterministic or _torch_deterministic(), grad,
-                backend, settings.generation, dtype is not _float32 or request.ieee_float32(dtype),
+                dtype, q.device, type(q), heads_q, heads_k, head_dim, head_dim_v,
+                kind, (seqlen_k <= SHORT_KEYS) is True, return_lse, deterministic or _torch_deterministic(), grad,
+                backend, settings.generation, dtype is not _float32 or request.float32_kind(q.device),
             )  # fmt: skip
             call = _warm.get(key)
         except (AttributeError, TypeError, ValueError):
@@ -103,10 +106,9 @@ def attention(
             if grad:
                 return _apply(q, k, v, (call, numbers, batch, seqlen_q, seqlen_k))
             out, lse = call.forward(q, k, v, numbers, batch, seqlen_q, seqlen_k)
-        except Exception:  # of k and v only shapes were looked at: the launch refuses another dtype, device or layout
-            request.check_tensors(q, k, v)
-            raise
-        return (out, lse) if return_lse else out
+            return (out, lse) if return_lse else out
+        except Exception as error:  # of k and v only shapes were looked at
+            _unless_special(error, q, k, v)
     arguments = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "sink": sink,
         "alibi_slopes": alibi_slopes, "score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask,
@@ -115,8 +117,26 @@ def attention(
     return _cold(q, k, v, request.check_options(arguments, unknown, dispatch.backend_names()), key)
 
 
+def _is_special(*qkv: Any) -> bool:
+    """Has the cold path a way with tensors that no kernel takes: to be cast by autocast, or standing for a graph's?"""
+    if not all(isinstance(tensor, torch.Tensor) for tensor in qkv):
+        return False
+    return request.is_traced(*qkv) or any(new is not old for new, old in zip(request.autocast(*qkv), qkv, strict=True))
+
+
+def _unless_special(error: Exception, *qkv: Any) -> None:
+    """Raise what a warm call came upon: the launch refuses another dtype, device or layout; a cold one has words."""
+    if not _is_special(*qkv):
+        request.check_tensors(*qkv)
+        raise error
+
+
 def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None) -> Any:
     """The first call of a kind, and every call that is out of the ordinary: checked in full, then as the warm path."""
+    if _is_special(q, k, v):
+        if request.is_traced(q, k, v):
+            return ops.attention(q, k, v, options)
+        return attention(*request.autocast(q, k, v), **vars(options))
     request.check_tensors(q, k, v)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if key is None:  # an option was spelled in another way (attn_mask=None): once more, in the plain spelling
@@ -149,13 +169,34 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Decision:
+def _checked(options: dict[str, Any]) -> Options:
+    """Of the keyword arguments that were given."""
+    unknown = {name: value for name, value in options.items() if name not in _DEFAULTS}
+    return request.check_options({**_DEFAULTS, **options}, unknown, settings.BACKEND_NAMES)
+
+
+def _in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    """What torch.compile traces in place of attention: the operator. Checked by the same rules."""
+    return ops.attention(q, k, v, _checked(options))
+
+
+substitution.substitute(attention, _in_graph)
+
+
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, arch: str | None = None, **options: Any) -> Decision:
     """What `attention` would run on these inputs and options, and why each better backend does not.
 
     Nothing is compiled and no kernel runs. print() the result to read the walk; `.plan`, `.refusals`, `.copies`,
-    `.fallback` and, for inputs that need gradients, `.backward` hold the same facts. Raises what `attention` raises.
+    `.fallback` and, for inputs that need gradients, `.backward` hold the same facts; `.facts()` is a dictionary.
+    Raises what `attention` raises, except that meta tensors are taken: for this machine's first GPU, else its CPU.
+
+    arch: explain for this GPU instead, present or not: "9.0", or a compile target such as "sm_90a".
     """
-    unknown = {name: value for name, value in options.items() if name not in _DEFAULTS}
-    checked = request.check_options({**_DEFAULTS, **options}, unknown, dispatch.backend_names())
-    request.check_tensors(q, k, v)
-    return launch.decide(q, k, v, checked)
+    checked = _checked(options)
+    request.check_tensors(q, k, v, values=False)
+    device = None
+    if arch is not None:
+        device = device_facts.imagined(device_facts.capability_of(arch), "simulated")
+    elif q.device.type == "meta":
+        device = device_facts.first()
+    return launch.decide(q, k, v, checked, device)

@@ -206,6 +206,15 @@ def _own_version() -> str:
     return version_of("cute-flash") or "checkout"
 
 
+def compiled(build: Callable[[Point, torch.device], Attend]) -> Callable[[Point, torch.device], Attend]:
+    """The same call as a graph of torch.compile: what the operator and the guards cost the host."""
+
+    def build_compiled(point: Point, device: torch.device) -> Attend:
+        return torch.compile(build(point, device), fullgraph=True, dynamic=True)
+
+    return build_compiled
+
+
 CONTESTANTS: dict[str, Contestant] = {
     contestant.name: contestant
     for contestant in (
@@ -213,6 +222,10 @@ CONTESTANTS: dict[str, Contestant] = {
         Contestant("ours-deterministic", ours(None, deterministic=True), _own_version, plan=_own_plan),
         Contestant("ours-triton", ours("triton"), _own_version, plan=_own_plan),
         Contestant("ours-again", ours(None), _own_version, plan=_own_plan),
+        Contestant("ours-compiled", compiled(ours(None)), _own_version),
+        Contestant(
+            "fa2-compiled", compiled(sdpa), _torch_version, True, lambda: _sdpa_context(SDPBackend.FLASH_ATTENTION)
+        ),
         Contestant("fa3", fa3, functools.partial(version_of, "fa3-fwd")),
         Contestant("fa4", fa4, functools.partial(version_of, "flash-attn-4")),
         Contestant("cudnn", cudnn, _cudnn_version, True, lambda: _sdpa_context(SDPBackend.CUDNN_ATTENTION)),
@@ -220,7 +233,8 @@ CONTESTANTS: dict[str, Contestant] = {
         Contestant("fa2", sdpa, _torch_version, True, lambda: _sdpa_context(SDPBackend.FLASH_ATTENTION)),
     )
 }
-ON_REQUEST = ("ours-again",)  # the same as ours: how far two equal contestants are apart is the noise of a ratio
+# The same as ours: how far two equal contestants are apart is the noise of a ratio. Compiled: for host_cost.py.
+ON_REQUEST = ("ours-again", "ours-compiled", "fa2-compiled")
 
 
 def select(names: str) -> list[Contestant]:

@@ -103,7 +103,9 @@ def prepare_case(case: Case, device: Any, calls: int) -> Callable[[], float]:
     from . import baselines
 
     contestant = baselines.CONTESTANTS[case.contestant]
-    direction = "bwd" if case.grad and case.contestant == "ours" else "fwd"  # no backend of its own is forced on grads
+    direction = (
+        "bwd" if case.grad and case.contestant in ("ours", "ours-compiled") else "fwd"
+    )  # no backend of its own is forced on grads
     point = points.point(64, "full", 128, batch=1, heads_q=8, heads_kv=8, direction=direction)
     attend = spelled_out(contestant.build(point, device))
     sets = operands(case, device, contestant.arrange, calls)

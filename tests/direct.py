@@ -51,8 +51,10 @@ def forward(backend, q, k, v, *, scale=None, tile=None, **options) -> Outputs:
     stats = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_full((*q.shape[:3], v.shape[-1]), math.nan)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), math.nan, dtype=stats)
-    kernel = backend.build(plan(backend, problem(FORWARD, q, k, v, **options), tile))
-    kernel(q, k, v, out, lse, *numbers(q, scale, **options))
+    wanted = plan(backend, problem(FORWARD, q, k, v, **options), tile)
+    counter = (q.new_zeros(1, dtype=torch.int32),) if wanted.draws else ()
+    backend.build(wanted)(q, k, v, out, lse, *numbers(q, scale, **options), *counter)
+    assert not any(counter)  # as it was found
     return Outputs(out, lse)
 
 

@@ -58,3 +58,15 @@ def part_of(tiles: KeyTiles, split: Int32, splits: Int32) -> KeyTiles:
     first = cutlass.min(split * run, tiles.last)
     last = cutlass.min(first + run, tiles.last)
     return KeyTiles(first, last, cutlass.min(cutlass.max(tiles.unmasked, first), last))
+
+
+@cute.jit
+def never_none(tiles: KeyTiles, beyond: Int32) -> KeyTiles:
+    """Where no key is seen, the tile `beyond` the last key: TMA reads zeros there and the mask hides them all, so that
+    no role needs a case for it."""
+    first, last, unmasked, whole = tiles
+    if last <= first:
+        first, last, unmasked = beyond, beyond + 1, beyond
+    if cutlass.const_expr(whole is not None):
+        whole = cutlass.max(whole, first)
+    return KeyTiles(first, last, unmasked, whole)

@@ -33,8 +33,8 @@ def _partials(plan: Plan, rows: tuple) -> tuple[cute.Tensor, cute.Tensor]:
 
 
 def compile_forward(kernel: Callable[..., Any], plan: Plan, split: bool, options: str = ""):
-    """kernel(q, k, v, out, lse, scale[, left, right, softcap][, o_partial, state_partial], stream), compiled to a
-    TVM-FFI function."""
+    """kernel(q, k, v, out, lse, scale[, left, right, softcap][, o_partial, state_partial][, counter], stream),
+    compiled to a TVM-FFI function."""
     dtype = DTYPES[plan.dtype]
     batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
     head_dim, head_dim_v = cute.sym_int(), cute.sym_int()
@@ -55,6 +55,7 @@ def compile_forward(kernel: Callable[..., Any], plan: Plan, split: bool, options
             cutlass.Float32(1.0),
             *(() if plan.plain else (cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(0.0))),
             *(_partials(plan, rows) if split else ()),
+            *((make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4),) if plan.draws else ()),
             make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --gpu-arch {plan.arch} {options}",
         )

@@ -27,6 +27,13 @@ def reset(state: RowState):
     state.rescale.fill(1.0)
 
 
+def settle(state: RowState, done: RowState):
+    """What the output needs is set aside."""
+    for r in range(cute.size(state.total)):
+        done.maximum[r] = state.maximum[r]
+        done.total[r] = state.total[r]
+
+
 @cute.jit
 def inverse_total(total: Float32) -> Float32:
     """1 / total; 0 for a row without a visible key, so that its output is 0. NaN stays NaN."""

@@ -26,24 +26,26 @@ class Sm90Backend:
 
     def plan(self, problem: Problem) -> Plan:
         softcap = "softcap" in problem.features
+        mask, widths = problem.mask, (tiles.width(problem.head_dim), tiles.width(problem.head_dim_v))
         return Plan(
             backend=self.name,
             direction=problem.direction,
             arch=ARCH,
             dtype=problem.dtype,
-            head_dim=tiles.width(problem.head_dim),
-            head_dim_v=tiles.width(problem.head_dim_v),
-            mask=problem.mask,
+            head_dim=widths[0],
+            head_dim_v=widths[1],
+            mask=mask,
             lse=problem.lse,
             softcap=softcap,
             ctas=problem.device.sm_count,
+            draws=tiles.draws(*widths, str(mask), problem.short, softcap),
             tile=tiles.forward_tile(
-                problem.head_dim, problem.head_dim_v, str(problem.mask), problem.short and not softcap, softcap
+                problem.head_dim, problem.head_dim_v, str(mask), problem.short and not softcap, softcap
             ),
         )
 
     def split(self, plan: Plan) -> Plan | None:
-        return replace(plan, variant=tiles.SPLIT) if plan.direction == FORWARD and plan.plain else None
+        return replace(plan, variant=tiles.SPLIT, draws=False) if plan.direction == FORWARD and plan.plain else None
 
     def pack(self, plan: Plan) -> Plan | None:
         return None

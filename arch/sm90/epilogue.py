@@ -14,7 +14,7 @@ from ..common.order import WorkTile
 from ..common.rowstate import RowState, log_sum_exp
 from .load import TmaSource
 from .mma import first_column, first_row, rows_view
-from .pipeline import O_STORED, Q_DEAD
+from .pipeline import O_STORED
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
 
 
@@ -29,7 +29,6 @@ class OutputShape:
 
     width_v: int
     mma_threads: int
-    apart: bool  # from Q
 
 
 def _registers_to_smem(o: cute.Tensor, room: cute.Tensor, thread: Int32, width_v: int, dtype: type):
@@ -51,12 +50,9 @@ def store_output(o: cute.Tensor, out: OutputRoom, work: WorkTile, thread: Int32,
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     storing = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
     room = out.smem[None, None, group]
-    if cutlass.const_expr(shape.apart):
-        if storing:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the store of the tile before
-        cute.arch.barrier(barrier_id=O_STORED + group, number_of_threads=WARPGROUP)
-    else:
-        cute.arch.barrier(barrier_id=Q_DEAD, number_of_threads=shape.mma_threads)
+    if storing:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # the store of the tile before
+    cute.arch.barrier(barrier_id=O_STORED + group, number_of_threads=WARPGROUP)
     _registers_to_smem(o, room, thread, shape.width_v, out.smem.element_type)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=O_STORED + group, number_of_threads=WARPGROUP)
@@ -74,13 +70,43 @@ def store_output(o: cute.Tensor, out: OutputRoom, work: WorkTile, thread: Int32,
 
 
 @cute.jit
-def wait_output(thread: Int32, to_all: cutlass.Constexpr[bool]):
-    """The last store has read shared memory; with to_all, every thread of the warpgroup knows."""
+def wait_output(thread: Int32):
+    """The last store has read shared memory."""
     if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-    if cutlass.const_expr(to_all):
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        cute.arch.barrier(barrier_id=O_STORED + group, number_of_threads=WARPGROUP)
+
+
+def _quad_transpose(words: list, thread: Int32) -> list:
+    """Lane i of a quad holds word i of four groups; afterwards all four words of group i."""
+    odd, upper = thread % 2 == 1, thread % 4 >= 2
+
+    def exchange(low, high, chosen, offset: int):
+        """Lanes with `chosen` keep `high` and give `low` away, the others the reverse. -> (of lower lane, of upper)"""
+        given = Int32(cutlass.select_(chosen, low, high))
+        kept = Int32(cutlass.select_(chosen, high, low))
+        taken = cute.arch.shuffle_sync_bfly(given, offset=offset)
+        return Int32(cutlass.select_(chosen, taken, kept)), Int32(cutlass.select_(chosen, kept, taken))
+
+    first, second = exchange(words[0], words[1], odd, 1), exchange(words[2], words[3], odd, 1)
+    even_half, odd_half = exchange(first[0], second[0], upper, 2), exchange(first[1], second[1], upper, 2)
+    return [even_half[0], odd_half[0], even_half[1], odd_half[1]]
+
+
+@cute.jit
+def store_direct(o: cute.Tensor, rows: cute.Tensor, thread: Int32, row_start: Int32, dtype: cutlass.Constexpr):
+    """rows (seqlen_q, head_dim_v): O from registers, 16 bytes a thread and store, where shared memory has no room."""
+    packed = cute.make_rmem_tensor((cute.size(o) // 2,), Int32)
+    pack_fragment(o, packed, dtype)
+    column = 8 * (thread % 4)
+    for r in cutlass.range_constexpr(2):
+        row = row_start + first_row(thread) + 8 * r
+        for block in cutlass.range_constexpr(cute.size(packed) // 8):
+            words = _quad_transpose([packed[r + 2 * (4 * block + g)] for g in range(4)], thread)
+            if row < rows.shape[0] and column + 32 * block < rows.shape[1]:
+                target = cute.domain_offset((row, column + 32 * block), rows).iterator
+                cute.arch.inline_ptx(
+                    "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[target.toint(), *words]
+                )
 
 
 @cute.jit

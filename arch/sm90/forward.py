@@ -1,7 +1,8 @@
 """Forward on Hopper: memory and pipelines are opened, then each warp takes its role.
 
 FlashAttention-3 (arXiv 2407.08608), sections 3.1 and 3.2: a producer warp feeds a K/V ring by TMA; MMA warpgroups take
-turns on the tensor cores (ping-pong), and inside one the softmax of tile j runs under its own P V of tile j + 1.
+turns on the tensor cores (ping-pong), and inside one the softmax of a tile runs under P V of the one before (walk.py).
+CTAs stay on their SM and take unit after unit.
 """
 
 from typing import NamedTuple
@@ -10,35 +11,26 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipelines
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
 
-from ..common.blocks import KeyTiles, key_tiles, part_of, window_tiles
 from ..common.combine import launch_combine
-from ..common.numeric import LOG2_E, pack_fragment
-from ..common.order import WorkTile, head_by_head, longest_first, rounds_of, tile_count
-from ..common.rowstate import RowState, make_row_state, reset
-from .epilogue import OutputRoom, OutputShape, store_lse, store_output, store_partial, store_state, wait_output
-from .load import TmaSource, load_forward, tile_copy
-from .mask import mask_scores, mask_window
-from .memory import ForwardLayouts, forward_layouts, forward_storage
-from .mma import ForwardMmas, Fragments, issue_output, issue_scores, make_fragments
-from .pipeline import (
-    ForwardPipelines,
-    Turn,
-    forward_states,
-    grant_first_turn,
-    open_forward,
-    pass_turn,
-    turn_of,
-    wait_full,
-    wait_turn,
-)
-from .schedule import WARPGROUP, forward_schedule
-from .softmax import cap_scores, finish, rescale_if_any, rescale_output, softmax_step
-from .tiles import o_apart, persistent_keys, skips_rescale
+from ..common.numeric import LOG2_E
+from ..common.order import rounds_of
+from ..common.rowstate import make_row_state
+from .epilogue import OutputRoom
+from .load import Loads, TmaSource, load_first, load_keys, load_last, tile_copy
+from .memory import TICKET_SLOTS, TICKET_WORDS, ForwardLayouts, forward_layouts, forward_storage
+from .mma import make_fragments
+from .pipeline import forward_states, open_forward, turn_of
+from .queue import following_unit, open_tickets, publish, ticket_states
+from .schedule import WARPGROUP
+from .units import Sizes, Units
+from .walk import MmaContext, Walk
+
+DRAW_LEAD = 3  # key tiles still to be loaded when the next unit is drawn
 
 
 class Sources(NamedTuple):
@@ -47,59 +39,19 @@ class Sources(NamedTuple):
     q: TmaSource  # (seqlen_q, head_dim, heads_q, batch)
     k: TmaSource  # (seqlen_k, head_dim, heads_kv, batch)
     v: TmaSource  # (head_dim_v, seqlen_k, heads_kv, batch)
-    o: TmaSource  # (seqlen_q, head_dim_v, heads_q, batch)
-
-
-class Sizes(NamedTuple):
-    batch: Int32
-    heads_q: Int32
-    heads_kv: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
-    left: Int32 | None = None  # of a window
-    right: Int32 | None = None
-
-
-class Unit(NamedTuple):
-    """What a CTA works on at a time: a query tile, or one split of its keys."""
-
-    work: WorkTile
-    head_kv: Int32
-    row_start: Int32
-    split: Int32
-    tiles: KeyTiles
-
-
-class MmaContext(NamedTuple):
-    """Everything an MMA warpgroup needs in its loop; read-only."""
-
-    pipes: ForwardPipelines
-    frags: Fragments
-    state: RowState
-    scale_log2: Float32
-    thread: Int32  # among the MMA threads
-    turn: Turn
-    seqlens: tuple
-    bounds: tuple  # (left, right) of a window
-    cap_factor: Float32 | None  # what raw scores are multiplied with inside a softcap
+    o: TmaSource | None  # (seqlen_q, head_dim_v, heads_q, batch)
 
 
 class ForwardSm90:
     """One Plan's kernel. Everything read here comes from the Plan."""
 
     def __init__(self, plan: Plan, dtype: type):
-        self.tile = plan.tile
+        self.tile, self.dtype, self.softcap = plan.tile, dtype, plan.softcap
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
-        self.causal = plan.mask.causal
-        self.mask, self.windowed, self.softcap = plan.mask, plan.mask.windowed, plan.softcap
-        self.dtype = dtype
-        self.schedule = forward_schedule(plan.tile, plan.head_dim_v)
-        self.mmas = ForwardMmas(plan.tile, plan.head_dim_v, dtype)
         self.max_ctas = plan.ctas
-        self.persistent_keys = persistent_keys(plan.head_dim, plan.head_dim_v, str(plan.mask))
-        self.skips_rescale = skips_rescale(plan.tile, plan.head_dim, plan.head_dim_v, str(plan.mask))
-        self.o_apart = o_apart(plan.tile, plan.head_dim, plan.head_dim_v)
-        self.output_shape = OutputShape(plan.head_dim_v, self.schedule.mma_threads, self.o_apart)
+        self.units = Units(plan)
+        self.walk = Walk(plan, self.units, dtype)
+        self.schedule = self.walk.schedule
 
     @cute.jit
     def __call__(
@@ -112,14 +64,25 @@ class ForwardSm90:
         scale: Float32,
         stream,
     ):
-        self.launch((q, k, v, o), lse, None, (scale, None, None, None), stream)
+        self.launch((q, k, v, o), lse, None, None, (scale, None, None, None), stream)
 
     @cute.jit
-    def launch(self, tensors: tuple, lse: cute.Tensor | None, o_partial: cute.Tensor | None, numbers: tuple, stream):
+    def launch(
+        self,
+        tensors: tuple,
+        lse: cute.Tensor | None,
+        o_partial: cute.Tensor | None,
+        counter: cute.Tensor | None,
+        numbers: tuple,
+        stream,
+    ):
         """`numbers`: (scale, left, right, softcap), the last three None in a plain Plan."""
         q, k, v, o = tensors
         scale, left, right, softcap = numbers
-        tile, layouts = self.tile, forward_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
+        tile, layouts = (
+            self.tile,
+            forward_layouts(self.tile, self.width_qk, self.width_v, self.dtype, self.walk.q_slots),
+        )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
         def source(op, tensor, modes, layout, box):
@@ -130,68 +93,44 @@ class ForwardSm90:
             q=source(load, q, [1, 3, 2, 0], layouts.q, (tile.tile_m, self.width_qk)),
             k=source(load, k, [1, 3, 2, 0], layouts.k, (tile.tile_n, self.width_qk)),
             v=source(load, v, [3, 1, 2, 0], layouts.v, (self.width_v, tile.tile_n)),
-            o=source(store, o, [1, 3, 2, 0], layouts.o, (64, self.width_v)),
+            o=source(store, o, [1, 3, 2, 0], layouts.o, (64, self.width_v)) if self.walk.o_apart else None,
         )
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         splits = 1 if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
         scale_log2, cap_factor = scale * LOG2_E, None
         if cutlass.const_expr(self.softcap):
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
-        self.kernel(sources, lse, o_partial, scale_log2, cap_factor, sizes, layouts).launch(
-            grid=(self._ctas(sizes, splits), 1, 1),
+        out = None if self.walk.o_apart else o
+        self.kernel(sources, (lse, o_partial, counter, out), scale_log2, cap_factor, sizes, layouts).launch(
+            grid=(cutlass.min(self.units.count(sizes, splits), self.max_ctas), 1, 1),
             block=(self.schedule.threads, 1, 1),
             stream=stream,
         )
-
-    @cute.jit
-    def _ctas(self, sizes: Sizes, splits: Int32) -> Int32:
-        units = self._units(sizes, splits)
-        stay = cutlass.min(units, self.max_ctas)
-        return stay if sizes.seqlen_k <= self.persistent_keys else units
-
-    def _units(self, sizes: Sizes, splits: Int32) -> Int32:
-        return splits * tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
-
-    @cute.jit
-    def _unit(self, index: Int32, sizes: Sizes, splits: Int32) -> Unit:
-        tile, m_blocks = self.tile, cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
-        group = sizes.heads_q // sizes.heads_kv
-        if cutlass.const_expr(self.causal and not self.windowed):
-            keys = cutlass.min(sizes.seqlen_k, 1 << 20)  # beyond any L2, and the product stays within 32 bits
-            kv_bytes = keys * (self.width_qk + self.width_v) * 2
-            work = longest_first(index // splits, m_blocks, sizes.heads_q, sizes.batch, kv_bytes, group)
-        else:
-            work = head_by_head(index // splits, m_blocks, sizes.heads_q)
-        row_start = work.m_block * tile.tile_m
-        if cutlass.const_expr(self.windowed):  # its keys are never split
-            bounds = (sizes.left, sizes.right)
-            tiles = window_tiles(row_start, tile, (sizes.seqlen_q, sizes.seqlen_k), bounds, self.mask)
-        else:
-            tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.causal)
-            tiles = part_of(tiles, index % splits, splits)
-        return Unit(work, work.head // group, row_start, index % splits, tiles)
 
     @cute.kernel
     def kernel(
         self,
         sources: Sources,
-        lse: cute.Tensor | None,  # where keys are split: state_partial (splits, batch, heads_q, seqlen_q, 2)
-        o_partial: cute.Tensor | None,
+        results: tuple,  # (lse, o_partial, counter, out); where keys are split, lse is state_partial (splits, ..., 2)
         scale_log2: Float32,
         cap_factor: Float32 | None,
         sizes: Sizes,
         layouts: ForwardLayouts,
     ):
         tile, schedule = self.tile, self.schedule
-        storage = SmemAllocator().allocate(forward_storage(layouts, tile.stages, self.dtype, self.o_apart))
-        o_room = storage.o if cutlass.const_expr(self.o_apart) else storage.q
+        lse, o_partial, counter, out = results
+        storage = SmemAllocator().allocate(forward_storage(layouts, tile.stages, self.dtype, self.walk.o_apart))
         smem = (
             storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
             storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner),
             storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
         )
-        s_o = o_room.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
-        pipes = open_forward(storage, layouts, tile.stages, self.dtype, schedule)
+        words = storage.tickets.get_tensor(cute.make_layout((TICKET_WORDS, TICKET_SLOTS)))
+        tickets = open_tickets(storage.ticket_barriers.data_ptr(), words, schedule.mma_threads)
+        s_o = None
+        if cutlass.const_expr(self.walk.o_apart):
+            s_o = storage.o.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
+        pipes = open_forward(storage, layouts, (self.walk.q_slots, tile.stages), self.dtype, schedule)
 
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -199,14 +138,16 @@ class ForwardSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp == 0:
-                self.load_role(pipes, sources, smem, sizes, splits)
+                self.load_role((pipes, tickets), sources, smem, sizes, splits, counter)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             group = warp // 4 - 1
             context = MmaContext(
                 pipes=pipes,
-                frags=make_fragments(self.mmas, smem, group),
+                tickets=tickets,
+                frags=make_fragments(self.walk.mmas, smem, group),
                 state=make_row_state(2),
+                done=make_row_state(2),
                 scale_log2=scale_log2,
                 thread=thread - WARPGROUP,
                 turn=turn_of(group, schedule),
@@ -215,135 +156,58 @@ class ForwardSm90:
                 cap_factor=cap_factor,
             )
             room = OutputRoom(s_o, sources.o)
-            self.mma_role(context, room, (lse, o_partial), sizes, splits)
+            self.walk.run(context, room, (lse, o_partial, out), sizes, splits)
 
     @cute.jit
-    def load_role(self, pipes: ForwardPipelines, sources: Sources, smem: tuple, sizes: Sizes, splits: Int32):
-        rounds = rounds_of(self._units(sizes, splits))
+    def load_role(
+        self, pipes: tuple, sources: Sources, smem: tuple, sizes: Sizes, splits: Int32, counter: cute.Tensor | None
+    ):
+        pipes, tickets = pipes
+        units = self.units.count(sizes, splits)
+        rounds = rounds_of(units)
+        group = sizes.heads_q // sizes.heads_kv
         s_q, s_k, s_v = smem
         q_box, k_box = (self.tile.tile_m, self.width_qk), (self.tile.tile_n, self.width_qk)
         v_box = (self.width_v, self.tile.tile_n)
-        q_state, k_state, v_state = forward_states(pipelines.PipelineUserType.Producer, self.tile.stages)
-        for step in cutlass.range(rounds.count, unroll=1):
-            unit = self._unit(rounds.unit(step), sizes, splits)
-            work = unit.work
-            q_state, k_state, v_state = load_forward(
-                pipes,
-                (q_state, k_state, v_state),
+        states = forward_states(pipelines.PipelineUserType.Producer, self.walk.q_slots, self.tile.stages)
+        ticket_state = ticket_states(pipelines.PipelineUserType.Producer)
+        ticket, step = self.units.ticket(rounds.unit(0), sizes, splits), Int32(0)
+        ticket_state = publish(tickets, ticket_state, ticket)
+        while ticket.live != 0:
+            unit = self.units.unit(ticket, sizes, splits)
+            work, head_kv, tiles = unit.work, unit.work.head // group, unit.tiles
+            loads = Loads(
                 tile_copy(sources.q, s_q, q_box, (work.m_block, 0), work.head, work.batch),
-                tile_copy(sources.k, s_k, k_box, (None, 0), unit.head_kv, work.batch),
-                tile_copy(sources.v, s_v, v_box, (0, None), unit.head_kv, work.batch),
-                unit.tiles,
+                tile_copy(sources.k, s_k, k_box, (None, 0), head_kv, work.batch),
+                tile_copy(sources.v, s_v, v_box, (0, None), head_kv, work.batch),
             )
+            states = load_first(pipes, states, loads, tiles)
+            # as late as the answer can still be there in time: who is ready first shall draw first
+            late = cutlass.min(tiles.first + DRAW_LEAD, tiles.last - 1)
+            states = load_keys(pipes, states, loads, late, tiles.last - 1)
+            ticket = self.units.ticket(following_unit(rounds, step, units, counter), sizes, splits)
+            ticket_state = publish(tickets, ticket_state, ticket)
+            states = load_keys(pipes, states, loads, tiles.first, late)
+            states = load_last(pipes, states, loads, tiles)
+            step += 1
+
+
+class DrawnForwardSm90(ForwardSm90):
+    """The same kernel for query tiles of unequal length: CTAs draw the next one."""
 
     @cute.jit
-    def mma_role(self, context: MmaContext, room: OutputRoom, results: tuple, sizes: Sizes, splits: Int32):
-        """`results`: (lse, o_partial), see kernel."""
-        rounds = rounds_of(self._units(sizes, splits))
-        frags, state, thread, tile_m = context.frags, context.state, context.thread, self.tile.tile_m
-        lse, o_partial = results
-        q_state, k_state, v_state = forward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
-        grant_first_turn(context.turn, self.schedule)
-        for step in cutlass.range(rounds.count, unroll=1):
-            unit = self._unit(rounds.unit(step), sizes, splits)
-            context.pipes.q.consumer_wait(q_state)
-            q_state, k_state, v_state = self.attend(context, (q_state, k_state, v_state), unit)
-            finish(frags.o, state)
-            if cutlass.const_expr(o_partial is not None):
-                state_partial = lse[unit.split, None, None, None, None]
-                store_state(state_partial, state, unit.work, thread, tile_m, context.scale_log2)
-                partial = o_partial[unit.split, unit.work.batch, unit.work.head, None, None]
-                store_partial(frags.o, partial, thread, unit.row_start)
-            else:
-                if cutlass.const_expr(lse is not None):
-                    store_lse(lse, state, unit.work, thread, tile_m, context.scale_log2)
-                store_output(frags.o, room, unit.work, thread, self.output_shape)
-            if cutlass.const_expr(not self.o_apart):
-                wait_output(thread, to_all=True)
-                context.pipes.q.consumer_release(q_state)
-                q_state.advance()
-        wait_output(thread, to_all=False)
-
-    @cute.jit
-    def attend(self, context: MmaContext, states: tuple, unit: Unit):
-        """O and the row state over the unit's key tiles, from the last to the first. -> the states, moved on."""
-        pipes, frags, tiles = context.pipes, context.frags, unit.tiles
-        q_state, k_state, v_state = states
-        frags.o.fill(0.0)
-        reset(context.state)
-        if tiles.last > tiles.first:
-            wait_full(pipes.k, k_state)
-            issue_scores(self.mmas, frags, k_state.index)
-            warpgroup.wait_group(0)
-            pipes.k.consumer_release(k_state)
-            k_state.advance()
-            self.probabilities(context, unit.row_start, tiles.last - 1, True)
-            pack_fragment(frags.s, frags.p_packed, self.dtype)
-            masked_end = cutlass.min(tiles.unmasked, tiles.last - 1)
-            if cutlass.const_expr(self.causal or self.windowed):  # a full mask hides keys of the last tile only
-                for step in cutlass.range(tiles.last - 1 - masked_end, unroll=1):
-                    self.step(context, k_state, v_state, (unit.row_start, tiles.last - 2 - step), True)
-                    k_state.advance()
-                    v_state.advance()
-            whole = tiles.first
-            if cutlass.const_expr(self.mask.left):
-                whole = cutlass.min(tiles.whole, masked_end)
-            for step in cutlass.range(masked_end - whole, unroll=1):
-                self.step(context, k_state, v_state, (unit.row_start, masked_end - 1 - step), False)
-                k_state.advance()
-                v_state.advance()
-            if cutlass.const_expr(self.mask.left):
-                for step in cutlass.range(whole - tiles.first, unroll=1):
-                    self.step(context, k_state, v_state, (unit.row_start, whole - 1 - step), True)
-                    k_state.advance()
-                    v_state.advance()
-            wait_full(pipes.v, v_state)
-            issue_output(self.mmas, frags, v_state.index)
-            warpgroup.wait_group(0)
-            pipes.v.consumer_release(v_state)
-            v_state.advance()
-        if cutlass.const_expr(self.o_apart):
-            pipes.q.consumer_release(q_state)
-            q_state.advance()
-        return q_state, k_state, v_state
-
-    @cute.jit
-    def probabilities(self, context: MmaContext, row_start: Int32, key_tile: Int32, masked: bool):
-        scores = context.frags.s
-        if cutlass.const_expr(self.softcap):
-            cap_scores(scores, context.cap_factor)
-        if cutlass.const_expr(masked):
-            key_start = key_tile * self.tile.tile_n
-            if cutlass.const_expr(self.windowed):
-                place = (row_start, key_start)
-                mask_window(scores, context.thread, place, context.seqlens, context.bounds, self.mask, self.tile)
-            else:
-                mask_scores(scores, context.thread, row_start, key_start, context.seqlens, self.causal)
-        softmax_step(scores, context.state, context.scale_log2, masked)
-
-    @cute.jit
-    def step(self, context: MmaContext, k_state, v_state, place: tuple, masked: bool):
-        """Scores of a key tile and O += P V of the one before are in flight together; the softmax runs under P V.
-
-        `place`: (row_start, key_tile).
-        """
-        pipes, frags = context.pipes, context.frags
-        wait_full(pipes.k, k_state)
-        wait_turn(context.turn, self.schedule)
-        issue_scores(self.mmas, frags, k_state.index)
-        wait_full(pipes.v, v_state)
-        issue_output(self.mmas, frags, v_state.index)
-        pass_turn(context.turn, self.schedule)
-        warpgroup.wait_group(1)
-        pipes.k.consumer_release(k_state)
-        self.probabilities(context, place[0], place[1], masked)
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
-        pack_fragment(frags.s, frags.p_packed, self.dtype)
-        if cutlass.const_expr(self.skips_rescale):
-            rescale_if_any(frags.o, context.state)
-        else:
-            rescale_output(frags.o, context.state)
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        scale: Float32,
+        counter: cute.Tensor,  # (1,) int32, zero before and after
+        stream,
+    ):
+        self.launch((q, k, v, o), lse, None, counter, (scale, None, None, None), stream)
 
 
 class BoundedForwardSm90(ForwardSm90):
@@ -361,9 +225,10 @@ class BoundedForwardSm90(ForwardSm90):
         left: Int32,
         right: Int32,
         softcap: Float32,
+        counter: cute.Tensor,  # see DrawnForwardSm90
         stream,
     ):
-        self.launch((q, k, v, o), lse, None, (scale, left, right, softcap), stream)
+        self.launch((q, k, v, o), lse, None, counter, (scale, left, right, softcap), stream)
 
 
 class SplitForwardSm90(ForwardSm90):
@@ -382,5 +247,5 @@ class SplitForwardSm90(ForwardSm90):
         state_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, 2) float32
         stream,
     ):
-        self.launch((q, k, v, o), state_partial, o_partial, (scale, None, None, None), stream)
+        self.launch((q, k, v, o), state_partial, o_partial, None, (scale, None, None, None), stream)
         launch_combine(o_partial, state_partial, o, lse, stream)

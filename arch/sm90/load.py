@@ -47,22 +47,42 @@ def _fetch(pipe: pipelines.PipelineTmaAsync, state: pipelines.PipelineState, cop
     )
 
 
+class Loads(NamedTuple):
+    """Of one query tile; q.source has a single tile."""
+
+    q: TileCopy
+    k: TileCopy
+    v: TileCopy
+
+
 @cute.jit
-def load_forward(pipes: ForwardPipelines, states: tuple, q: TileCopy, k: TileCopy, v: TileCopy, tiles: KeyTiles):
-    """Q, K and V of one query tile; q.source has a single tile. Runs in one converged warp. -> states moved on."""
+def load_first(pipes: ForwardPipelines, states: tuple, loads: Loads, tiles: KeyTiles):
+    """Q and the first K. These run in one converged warp. -> the states, moved on."""
     q_state, k_state, v_state = states
+    q = loads.q
     pipes.q.producer_acquire(q_state)
-    cute.copy(q.atom, q.source, q.target[None, 0], tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
+    cute.copy(q.atom, q.source, q.target[None, q_state.index], tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
     q_state.advance()
-    count = tiles.last - tiles.first
-    if count > 0:
-        _fetch(pipes.k, k_state, k, tiles.last - 1)
+    _fetch(pipes.k, k_state, loads.k, tiles.last - 1)
+    k_state.advance()
+    return q_state, k_state, v_state
+
+
+@cute.jit
+def load_keys(pipes: ForwardPipelines, states: tuple, loads: Loads, first: Int32, last: Int32):
+    """K of tiles [first, last) from the last to the first, each with the V after it."""
+    q_state, k_state, v_state = states
+    for step in cutlass.range(last - first, unroll=1):
+        _fetch(pipes.k, k_state, loads.k, last - 1 - step)
         k_state.advance()
-        for step in cutlass.range(count - 1, unroll=1):
-            _fetch(pipes.k, k_state, k, tiles.last - 2 - step)
-            k_state.advance()
-            _fetch(pipes.v, v_state, v, tiles.last - 1 - step)
-            v_state.advance()
-        _fetch(pipes.v, v_state, v, tiles.first)
+        _fetch(pipes.v, v_state, loads.v, last - step)
         v_state.advance()
+    return q_state, k_state, v_state
+
+
+@cute.jit
+def load_last(pipes: ForwardPipelines, states: tuple, loads: Loads, tiles: KeyTiles):
+    q_state, k_state, v_state = states
+    _fetch(pipes.v, v_state, loads.v, tiles.first)
+    v_state.advance()
     return q_state, k_state, v_state

@@ -39,7 +39,7 @@ class ForwardMmas:
 class Fragments(NamedTuple):
     """What one warpgroup multiplies. q, k, v are shared-memory descriptors; the others are registers."""
 
-    q: cute.Tensor  # (mma, 1, width_qk / 16, 1)
+    q: cute.Tensor  # (mma, 1, width_qk / 16, q_slots)
     k: cute.Tensor  # (mma, 1, width_qk / 16, stages)
     v: cute.Tensor  # (mma, 1, tile_n / 16, stages)
     s: cute.Tensor  # ((2, 2, tile_n / 8), 1, 1) float32: scores, then probabilities
@@ -85,13 +85,13 @@ def first_column(thread: Int32) -> Int32:
 
 
 @cute.jit
-def issue_scores(mmas: cutlass.Constexpr, frags: Fragments, slot: Int32):
+def issue_scores(mmas: cutlass.Constexpr, frags: Fragments, q_slot: Int32, k_slot: Int32):
     """S = Q K^T, one commit group. The caller waits."""
-    mma, k = mmas.qk(), frags.k[None, None, None, slot]
+    mma, q, k = mmas.qk(), frags.q[None, None, None, q_slot], frags.k[None, None, None, k_slot]
     mma.set(warpgroup.Field.ACCUMULATE, False)
     warpgroup.fence()
-    for step in cutlass.range_constexpr(cute.size(frags.q, mode=[2])):
-        cute.gemm(mma, frags.s, frags.q[None, None, step, 0], k[None, None, step], frags.s)
+    for step in cutlass.range_constexpr(cute.size(q, mode=[2])):
+        cute.gemm(mma, frags.s, q[None, None, step], k[None, None, step], frags.s)
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 

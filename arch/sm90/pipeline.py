@@ -1,12 +1,12 @@
 """WHEN: who waits for whom.
 
 edge   slots   producer -> consumers                     full arrives     empty arrives
-Q      1       load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
+Q      1 or 2  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
 K, V   stages  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
+ticket 2       load warp -> MMA threads (queue.py)       32 lanes         one per MMA thread
 
 named barrier        threads                     meaning
 TURN + w             256: warpgroups w-1 and w   warpgroup w may issue its matmuls (ping-pong)
-Q_DEAD               all MMA threads             every warpgroup has read its last Q: the room may take O
 O_STORED + w         128: warpgroup w            O of the warpgroup is in shared memory
 """
 
@@ -20,7 +20,7 @@ from cutlass import Int32
 from .memory import ForwardLayouts
 from .schedule import WARPGROUP, Schedule
 
-TURN, Q_DEAD, O_STORED = 1, 5, 6  # ids; 0 belongs to __syncthreads, TURN and O_STORED take up to four
+TURN, O_STORED = 1, 5  # ids; 0 belongs to __syncthreads, these take up to four
 
 
 class ForwardPipelines(NamedTuple):
@@ -41,10 +41,14 @@ def _tma_pipeline(barriers: cute.Pointer, stages: int, layout: cute.ComposedLayo
     )
 
 
-def open_forward(storage, layouts: ForwardLayouts, stages: int, dtype: type, schedule: Schedule) -> ForwardPipelines:
+def open_forward(
+    storage, layouts: ForwardLayouts, slots: tuple[int, int], dtype: type, schedule: Schedule
+) -> ForwardPipelines:
+    """`slots`: of Q; of K and of V."""
+    q_slots, stages = slots
     warps = schedule.mma_warps
     opened = ForwardPipelines(
-        q=_tma_pipeline(storage.q_barriers.data_ptr(), 1, layouts.q, dtype, warps),
+        q=_tma_pipeline(storage.q_barriers.data_ptr(), q_slots, layouts.q, dtype, warps),
         k=_tma_pipeline(storage.k_barriers.data_ptr(), stages, layouts.k, dtype, warps),
         v=_tma_pipeline(storage.v_barriers.data_ptr(), stages, layouts.v, dtype, warps),
     )
@@ -53,9 +57,9 @@ def open_forward(storage, layouts: ForwardLayouts, stages: int, dtype: type, sch
     return opened
 
 
-def forward_states(role: pipelines.PipelineUserType, stages: int) -> tuple:
+def forward_states(role: pipelines.PipelineUserType, q_slots: int, stages: int) -> tuple:
     """Where a role stands in the rings of Q, K and V."""
-    return tuple(pipelines.make_pipeline_state(role, slots) for slots in (1, stages, stages))
+    return tuple(pipelines.make_pipeline_state(role, slots) for slots in (q_slots, stages, stages))
 
 
 def wait_full(pipe: pipelines.PipelineTmaAsync, state: pipelines.PipelineState):

@@ -36,16 +36,23 @@ FORWARD = {
     (256, 256, "causal"): Tile(128, 80, stages=2),
 }
 
-# The same where there are at most problem.SHORT_KEYS keys (perf/results/hopper_tiles.csv): a tile is only a few steps
-# long there, and the wait for its first scores and its last outputs counts; more CTAs, or more warpgroups, fill it.
+# The same where there are at most problem.SHORT_KEYS keys (perf/results/hopper_schedules.csv): a tile is a few steps
+# long there, and a narrower one wastes less above the diagonal and past the last key.
 SHORT = {
-    # S=1024: 412, against 376 for 192x128 (S=16384: 513 against 553)
-    (64, 64, "full"): Tile(256, 64, stages=2),
-    # S=512: 225, against 194 for 192x128, S=1024: 297 against 268 (S=4096: 391 against 452); in another process 256x64
-    # had 270 against 247 there
+    # S=512: 270, against 239 for 192x128; S=1024: 334 against 305 (S=2048: 417 against 443)
     (64, 64, "causal"): Tile(128, 128, stages=2),
-    # S=512: 264, against 232 for 192x96; S=1024: 377 against 322 and 296 for 192x112
+    # S=512: 491, against 449 for 192x112, 426 for 192x96; S=1024: 560, 512, 522 (S=2048: 602, 645, 634)
+    (96, 96, "full"): Tile(128, 128, stages=2),
+    # S=512: 307, against 245 for 192x96; S=1024: 412 against 336 (S=2048: 522 against 525)
     (96, 96, "causal"): Tile(128, 128, stages=2),
+    # S=512: 352, against 329 for 128x128, 320 for 128x96; S=1024: 476, 466, 462 (S=2048: 580, 606, 599)
+    (192, 128, "causal"): Tile(128, 64, stages=2),
+    # S=512: 518, against 506 for 128x112, 522 for 128x64; S=1024: 655, 611, 631 (S=2048: 725, 715, 704)
+    (192, 192, "full"): Tile(128, 80, stages=2),
+    # S=512: 349, against 305 for 128x112, 333 for 128x80; S=1024: 491, 456, 487 (S=2048: 613, 605, 625)
+    (192, 192, "causal"): Tile(128, 64, stages=2),
+    # S=512: 351, against 332 for 128x80; S=1024: 494, 478 (S=2048: 617, 614)
+    (256, 256, "causal"): Tile(128, 64, stages=2),
 }
 
 # Where a warp votes whether O needs rescaling at all. perf/results/hopper_tiles.csv, S=512 1024 4096 16384, in percent:
@@ -54,23 +61,13 @@ SHORT = {
 # +0.9 in two other runs.
 SKIPS_RESCALE = {(64, 64, "full"), (96, 96, "full"), (256, 256, "full"), (256, 256, "causal")}
 
-EVERY_LENGTH = 2**31 - 1
+# Where O is rescaled under the next scores, not at once. S=512 1024 2048 4096 16384, in percent: (192,128) 0 +0.5 +1.4
+# +2.0 +2.9, causal 0 +0.2 +0.7 +1.2 +2.1; d=96 0 -0.4 0 +0.3 +1.6, causal +0.3 +0.7 +1.0 +1.2 +1.4; d=128 -0.2 +0.2
+# +0.6 +0.7 +1.0, causal -0.3 -0.4 -0.2 +0.1 -5.6; window of 1024 +0.9. It loses at d=64 causal (0.4 to 2.2) and d=256
+# (up to 2.3).
+RESCALES_FIRST = {(192, 128, "full"), (192, 128, "causal"), (96, 96, "full"), (96, 96, "causal"), (128, 128, "full")}
 
-
-def persistent_keys(width_qk: int, width_v: int, mask: str) -> int:
-    """seqlen_k up to which CTAs stay and take tile after tile; beyond, a CTA a tile, which balances unequal tiles.
-
-    NVIDIA H200, 2026-11-30, TFLOP/s persistent / one CTA a tile. Full: d=64 S=512 340/303, 16k 543/540; d=128 474/427,
-    720/724; d=256 486/472, 731/728. Causal: d=64 S=4096 471/447, 8192 523/524; d=96 519/507, 563/554; d=128 S=1024
-    379/376, 2048 459/504; (192,128) S=2048 515/496, 4096 544/633; d=256 S=512 247/265.
-    """
-    if mask != "causal":
-        return EVERY_LENGTH
-    if width_v > 128:
-        return 0
-    if max(width_qk, width_v) <= 96:
-        return 4096
-    return 1024 if width_qk <= 128 else 2048
+DRAWN_FULL = {(64, 64), (192, 192)}  # see draws
 
 
 def width(head_dim: int) -> int:
@@ -79,14 +76,20 @@ def width(head_dim: int) -> int:
 
 
 def forward_smem_bytes(tile: Tile, width_qk: int, width_v: int, o_apart: bool = False) -> int:
-    """Shared memory of a forward CTA: Q and O (in one room or apart), the K and V rings, barriers."""
-    width_qo = width_qk + width_v if o_apart else max(width_qk, width_v)
+    """Shared memory of a forward CTA: barriers and tickets, Q, O if it has a room, the K and V rings."""
+    width_qo = width_qk + width_v if o_apart else width_qk
     elements = width_qo * tile.tile_m + tile.stages * tile.tile_n * (width_qk + width_v)
-    return 2 * elements + 1024 + 8 * (4 * tile.stages + 2)
+    return 1024 + 2 * elements
+
+
+def q_slots(tile: Tile, width_qk: int, width_v: int) -> int:
+    """Two where they fit beside O in its own room."""
+    both = forward_smem_bytes(tile, width_qk, width_v, o_apart=True) + 2 * tile.tile_m * width_qk
+    return 2 if both <= SMEM_LIMIT else 1
 
 
 def o_apart(tile: Tile, width_qk: int, width_v: int) -> bool:
-    """O has a room of its own where it fits: then the next tile's Q is loaded while O leaves."""
+    """O leaves through shared memory where it fits beside Q, else from registers."""
     return forward_smem_bytes(tile, width_qk, width_v, o_apart=True) <= SMEM_LIMIT
 
 
@@ -99,6 +102,22 @@ def skips_rescale(tile: Tile, width_qk: int, width_v: int, mask: str) -> bool:
     """For the very rows measured: the code of another tile is another matter."""
     row = (width_qk, width_v, mask)
     return row in SKIPS_RESCALE and FORWARD[row] == tile
+
+
+def draws(width_qk: int, width_v: int, mask: str, short: bool, softcap: bool) -> bool:
+    """Do CTAs draw their tiles? For unequal tiles it is worth 3 to 25%; equal ones gain 2% at most, want a kernel of
+    their own for it, and with few keys gain less than the counter costs the host. Kernels that take bounds always draw.
+
+    NVIDIA H200 (perf/results/hopper_schedules.csv), S=1024 4096 16384, a fixed order (or a CTA a tile, if better) /
+    drawn. Causal: d=64 335/361 501/506 528/545; d=128 431/511 630/692 662/688; d=256 440/482 684/708 778/789. Full:
+    d=64 466/470 557/568 558/564; d=128 646/646 719/720 671/672; d=192 607/617 764/771 745/744.
+    """
+    return mask != "full" or softcap or ((width_qk, width_v) in DRAWN_FULL and not short)
+
+
+def rescales_first(width_qk: int, width_v: int, mask: str) -> bool:
+    row = (width_qk, width_v, mask)
+    return row in RESCALES_FIRST or (width_qk == width_v == 128 and mask not in ("full", "causal"))
 
 
 def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False, softcap: bool = False) -> Tile:

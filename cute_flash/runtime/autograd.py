@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 
+from . import request
 from .launch import Call, Numbers
 
 Bound = tuple[Call, Numbers, int, int, int]  # call, numbers, batch, seqlen_q, seqlen_k
+ONCE = "attention: double backward is not implemented"
 
 
 class Once(torch.autograd.Function):
@@ -23,7 +25,7 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        raise RuntimeError("attention: double backward is not implemented")
+        raise RuntimeError(ONCE)
 
 
 def _once(grads: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
@@ -78,17 +80,21 @@ class Attention(torch.autograd.Function):
 apply = super(torch.autograd.Function, Attention).apply
 
 
+def empty_outputs(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) where there is no query, or no key to see: output 0, LSE -inf."""
+    batch, seqlen_q, heads_q, _ = q.shape
+    out = torch.zeros((batch, seqlen_q, heads_q, v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.full((batch, heads_q, seqlen_q), float("-inf"), dtype=request.lse_dtype(q.dtype), device=q.device)
+    return out, lse
+
+
 class Empty(torch.autograd.Function):
     """No query, or no key to see: output 0, LSE -inf, zero gradients, and no kernel."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         ctx.save_for_backward(q, k, v)
-        batch, seqlen_q, heads_q, _ = q.shape
-        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        out = torch.zeros((batch, seqlen_q, heads_q, v.shape[3]), dtype=q.dtype, device=q.device)
-        lse = torch.full((batch, heads_q, seqlen_q), float("-inf"), dtype=lse_dtype, device=q.device)
-        return out, lse
+        return empty_outputs(q, v)
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> Any:

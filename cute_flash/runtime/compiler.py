@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -50,6 +51,17 @@ _memory: dict[tuple[Plan, str | None], Kernel] = {}
 _slots: dict[tuple[Plan, str | None], threading.Lock] = {}
 _table = threading.Lock()  # guards _slots and stats
 _compiling = threading.Lock()  # MLIR's context is per process: two traces at once fail
+
+
+def _in_a_forked_child() -> None:
+    """A lock that another thread held at the fork has nobody left to open it."""
+    global _table, _compiling
+    _table, _compiling = threading.Lock(), threading.Lock()
+    _slots.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_forked_child)
 
 
 def forget() -> None:

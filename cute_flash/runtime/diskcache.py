@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from . import toolchain
 
@@ -26,6 +26,7 @@ _MAGIC = b"cute_flash entry"
 _TAIL = struct.Struct(f"<Q32s{len(_MAGIC)}s")  # length of the JSON, digest, magic
 
 Kernel = Callable[..., Any]
+_held: set[IO[str]] = set()  # lock files of this process
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,23 @@ def locked(root: Path, key: str) -> Iterator[None]:
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(root / f"{key}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        _held.add(file)
+        try:
+            yield
+        finally:
+            _held.discard(file)
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a child forked meanwhile has the file open, too
+
+
+def _in_a_forked_child() -> None:
+    """Locks that other threads held at the fork are the parent's: should it die, nobody would be left to drop ours."""
+    for file in _held:
+        file.close()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_forked_child)
 
 
 def store(root: Path, key: str, exported: Any, facts: dict[str, Any]) -> tuple[Path, str]:

@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -51,6 +52,20 @@ class Decision:
         lines += [f"  {self.backend.name}: {caveat}"] if caveat else []
         lines += [f"  {sentence}" for sentence in self.sharing + self.copies]
         return lay_out("\n".join(lines), self.refusals).splitlines()
+
+    def facts(self) -> dict[str, Any]:
+        """The walk as plain values, for JSON."""
+        return {
+            "problem": str(self.problem),
+            "backend": self.backend.name,
+            "plan": str(self.plan),
+            "fallback": self.fallback,
+            "refusals": {name: list(sentences) for name, sentences in self.refusals.items()},
+            "copies": list(self.copies),
+            "sharing": list(self.sharing),
+            "caveat": getattr(self.backend, "caveat", ""),
+            "backward": self.backward.facts() if self.backward else None,
+        }
 
     def __str__(self) -> str:
         walk = self.lines() + (self.backward.lines() if self.backward else [])

@@ -11,14 +11,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..spec.device import Device
 from ..spec.errors import BackendBuildError
 from ..spec.mask import FULL
 from ..spec.problem import Problem
 from ..spec.splits import SplitRule, rule_of
-from . import compiler, dispatch, report
+from . import compiler, counters, dispatch, report
 from .dispatch import Decision
-from .request import Options, alignment_faults, backward_of, default_scale, describe, is_empty, needs_grad, scale_copy
+from .request import (
+    Options,
+    alignment_faults,
+    backward_of,
+    default_scale,
+    describe,
+    is_empty,
+    lse_dtype,
+    needs_grad,
+    scale_copy,
+)
 
+_PLAIN = torch.Tensor.__torch_dispatch__  # of DTensor, FakeTensor and their like it is another
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -45,7 +57,7 @@ class Site:
 
     @property
     def lse_dtype(self) -> torch.dtype:
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return lse_dtype(self.dtype)
 
 
 def site_of(device: torch.device, dtype: torch.dtype, decision: Decision) -> Site:
@@ -160,6 +172,7 @@ class Splitter:
 def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[..., None]:
     """(batch, seqlen_q, seqlen_k, operands) -> nothing; operands are (q, k, v, out, lse, *numbers)."""
     launch = _aligning(kernel, ("q", "k", "v"), alignment)
+    counter = _counter(splitter)
     few, rule = splitter.query_tiles_max, splitter.rule
     few_keys = splitter.few_keys
     checks = splitter.decision.backend.exports  # TVM-FFI functions compare dtypes and devices themselves
@@ -172,15 +185,24 @@ def bind_run(kernel: Kernel, alignment: int, splitter: Splitter) -> Callable[...
             if splits > 1:
                 splitter.launch(splits, operands)
                 return
-        launch(*operands)
+        if counter is None:
+            launch(*operands)
+        else:
+            launch(*operands, counter())
 
     return run
+
+
+def _counter(splitter: Splitter) -> counters.Counter | None:
+    return counters.counter_for(splitter.device) if splitter.decision.plan.draws else None
 
 
 def _check_like_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """The warm path looks at q only; its caller says which of k and v is wrong."""
     if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
         raise TypeError("q, k and v must have one dtype and one device")
+    if not (type(q).__torch_dispatch__ is type(k).__torch_dispatch__ is type(v).__torch_dispatch__ is _PLAIN):
+        raise TypeError("a kernel takes tensors that have memory")
 
 
 def _packed(problem: Problem) -> Problem:
@@ -278,6 +300,7 @@ def bind_forward(
     few, few_keys = splitter.query_tiles_max, splitter.few_keys
     packed_rows = packer.packed_rows if packer else 0
     few_rows = max(1, packed_rows)
+    counter = _counter(splitter)
     at_once = splitter.decision.backend.exports and site.alignment > 0  # without a look at k and v, see bind_run
 
     def forward(
@@ -286,6 +309,8 @@ def bind_forward(
         out, lse = outputs = allocate(q, batch, seqlen_q)
         operands = (q, k, v, out, lse) + numbers  # noqa: RUF005  half of unpacking's time
         if at_once and seqlen_q > few_rows and (seqlen_k <= few_keys or batch > few):
+            if counter is not None:
+                operands += (counter(),)
             try:
                 kernel(*operands)
             except ValueError as objection:
@@ -402,9 +427,11 @@ def _sharing(
     return tuple(sentences)
 
 
-def decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Decision:
-    """The forward's Decision and, where gradients are on, the backward's; for `explain`."""
-    problem = describe(q, k, v, options)
+def decide(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, device: Device | None = None
+) -> Decision:
+    """The forward's Decision and, where gradients are on, the backward's; for `explain`. `device` may be imagined."""
+    problem = describe(q, k, v, options, device)
     decision = dispatch.choose(problem, options.backend)
     backward = None
     if needs_grad(q, k, v):
@@ -429,3 +456,10 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
         Splitter(decision, q.device, packs=True),
     )
     return Call(forward, default_scale(problem.head_dim), options.return_lse, backwards)
+
+
+def prepare_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Backward:
+    """The backward of checked, non-empty inputs; a gradient arrives through LSE where options return it."""
+    problem = backward_of(describe(q, k, v, options), options.return_lse)
+    decision, kernel = ready(problem, options.backend, q.device)
+    return bind_backward(kernel, site_of(q.device, q.dtype, decision))

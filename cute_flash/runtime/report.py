@@ -1,5 +1,6 @@
 """What the library says by itself, on stderr, and that it says each thing once."""
 
+import os
 import sys
 import threading
 
@@ -7,6 +8,16 @@ from ..spec import settings
 
 _said: set[str] = set()
 _lock = threading.Lock()
+
+
+def _in_a_forked_child() -> None:
+    """Another thread may have held it at the fork."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_forked_child)
 
 
 def first_time(text: str) -> bool:

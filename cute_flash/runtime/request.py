@@ -9,8 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
+from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.mask import Mask
 from ..spec.problem import FORWARD, SHORT_KEYS, Problem
@@ -192,12 +195,30 @@ def check_options(arguments: dict[str, Any], unknown: dict[str, Any], backends: 
     )
 
 
+_PLAIN = torch.Tensor.__torch_dispatch__
+
+
+def is_traced(*tensors: Any) -> bool:
+    """Do these stand for tensors that a graph will be run on later?"""
+    return any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in tensors)
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Is this a wrapper around tensors (DTensor)? Its data pointer is null, and a kernel would follow it."""
+    return type(tensor).__torch_dispatch__ is not _PLAIN and not is_traced(tensor) and not tensor.is_nested
+
+
 def _check_kinds(tensors: dict[str, Any]) -> None:
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedError(FUNCTORCH)
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if has_no_memory(tensor):
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__}: kernels read plain tensors, call attention on its local part "
+                "(DTensor.to_local, local_map)"
+            )
         if tensor.layout != torch.strided or tensor.is_nested:
             layout = "a nested tensor" if tensor.is_nested else str(tensor.layout)
             raise TypeError(f"{name} must be a plain strided tensor, got {layout}")
@@ -235,9 +256,9 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}")
 
 
-def _check_limits(q: torch.Tensor, v: torch.Tensor) -> None:
+def _check_limits(q: torch.Tensor, v: torch.Tensor, values: bool) -> None:
     """The limits that no backend lifts."""
-    if q.device.type == "meta":
+    if values and q.device.type == "meta":
         raise UnsupportedError("q, k and v are meta tensors: there are no values to attend to")
     if q.dtype not in DTYPES:
         names = ", ".join(dtype_name(dtype) for dtype in DTYPES)
@@ -249,12 +270,15 @@ def _check_limits(q: torch.Tensor, v: torch.Tensor) -> None:
             raise UnsupportedError(f"{name}={value} is not supported: {name} is {HEAD_DIM_MIN} to {HEAD_DIM_MAX}")
 
 
-def check_tensors(q: Any, k: Any, v: Any) -> None:
-    """One ValueError, TypeError or UnsupportedError that names the value and the rule; nothing is returned."""
+def check_tensors(q: Any, k: Any, v: Any, values: bool = True) -> None:
+    """One ValueError, TypeError or UnsupportedError that names the value and the rule; nothing is returned.
+
+    Tensors without values (meta) are refused where `values` are needed.
+    """
     _check_kinds({"q": q, "k": k, "v": v})
     _check_shapes(q, k, v)
     _check_tangents({"q": q, "k": k, "v": v})
-    _check_limits(q, v)
+    _check_limits(q, v, values)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -318,16 +342,46 @@ def ieee_float32(dtype: torch.dtype) -> bool:
     return dtype is not torch.float32 or torch.backends.cuda.matmul.fp32_precision != "tf32"
 
 
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def float32_kind(device: torch.device) -> bool | None:
+    """Of a float32 call: may its matmuls not round to TF32? None where autocast gives it another dtype."""
+    return None if is_autocast(device) else ieee_float32(torch.float32)
+
+
+def is_autocast(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)  # torch knows no autocast for meta
+
+
+def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Under autocast, float32 and mixed inputs in its dtype, as SDPA casts them; float64 is left alone, there as here.
+
+    Inputs that share a 16-bit dtype stay as they are.
+    """
+    if not is_autocast(q.device) or (q.dtype == k.dtype == v.dtype and q.dtype != torch.float32):
+        return q, k, v
+    target = torch.get_autocast_dtype(q.device.type)
+    return _cast(q, target), _cast(k, target), _cast(v, target)
+
+
+def _cast(tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+    return tensor.to(target) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
 def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-def describe(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Problem:
-    """The forward problem of a checked call."""
+def describe(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, device: Device | None = None
+) -> Problem:
+    """The forward problem of a checked call, on the tensors' device or, to be explained only, on an imagined one."""
     named = (("q", q), ("k", k), ("v", v))
     return Problem(
         direction=FORWARD,
-        device=emulation.device_for(q.device),
+        device=device or emulation.device_for(q.device),
         dtype=dtype_name(q.dtype),
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],

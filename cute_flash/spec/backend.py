@@ -17,6 +17,10 @@ and below, of which one that the Plan does not use is 0:
 left, right  Python ints in 0..2^30, the bounds that Plan.mask says there are (see mask.py; a causal mask's right is 0)
 softcap      a finite Python float > 0: scores become softcap * tanh(scale * q k / softcap) before the mask
 
+A Plan that `draws` has kernels that take one more operand, the last:
+
+counter  (1,) int32, zero before and after; no other launch that may run at the same time is given it
+
 A backend may have a `caveat`, which `explain` shows beside its plans.
 
 A backend may offer a second forward for calls whose query tiles are too few to fill the GPU (see `split`):

@@ -32,6 +32,22 @@ def imagined(capability: tuple[int, int], word: str) -> Device:
     return Device("cuda", 0, name, capability, _SM_COUNTS.get(capability, 108))
 
 
+def capability_of(arch: str) -> tuple[int, int]:
+    """Of "9.0", or of a compile target such as "sm_90a". ValueError for anything else."""
+    if arch in ARCHES:
+        return ARCHES[arch]
+    major, dot, minor = arch.partition(".")
+    if not (dot and major.isdecimal() and minor.isdecimal()):
+        targets = ", ".join(ARCHES)
+        raise ValueError(f"{arch!r} is neither a compute capability MAJOR.MINOR (9.0) nor one of {targets}")
+    return int(major), int(minor)
+
+
+def first() -> Device:
+    """This machine's first GPU, else its CPU."""
+    return describe(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+
+
 @functools.lru_cache(maxsize=64)
 def _describe_cuda(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)

@@ -32,6 +32,7 @@ class Plan:
     tile: Tile | None = None
     softcap: bool = False  # scores are capped: softcap * tanh(score / softcap)
     ctas: int = 0  # CTAs of a persistent kernel at most: the GPU's multiprocessors times what fits one; 0 = none
+    draws: bool = False  # CTAs draw query tiles from a counter, which the kernel takes last
     variant: str = ""  # names a different schedule under the same backend
 
     @property
@@ -49,6 +50,7 @@ class Plan:
         words += [f"tile {self.tile}"] if self.tile else []
         words += ["softcap"] if self.softcap else []
         words += ["lse"] if self.lse and self.direction == "forward" else []
+        words += ["drawn"] if self.draws else []
         words += ["dlse"] if self.lse_grad else []
         words += [self.variant] if self.variant else []
         return " ".join(w for w in words if w)

@@ -1,21 +1,24 @@
 """python -m cute_flash: what each command prints and returns."""
 
 import itertools
+import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import cute_flash.arch as arch
-from cute_flash import cli
+from cute_flash import bench, cli, explain, warmup, words
 from cute_flash.runtime import compiler, request
 from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
 from cute_flash.spec.problem import BACKWARD, FORWARD
 
 from ..fakes import FakeBackend, HostDslBackend
+from ..oracle import visible_keys
 
 pytestmark = pytest.mark.usefixtures("office")
 
@@ -61,6 +64,60 @@ def test_explain_names_the_plan_of_short_sequences_where_there_is_one(capsys):
     assert "up to 1024 keys" not in capsys.readouterr().out
 
 
+def test_explain_takes_shapes(capsys):
+    """As cute_flash.explain of meta tensors says it, one call's own lengths and heads included."""
+    shapes = ["2,1,32,128", "2,8192,8,128"]
+    assert cli.main(["explain", *shapes, "--arch", "9.0", "--direction", "forward"]) == 0
+    said = capsys.readouterr().out
+    q, k = (torch.empty(2, *rest, dtype=torch.bfloat16, device="meta") for rest in ((1, 32, 128), (8192, 8, 128)))
+    assert said == f"{explain(q, k, k, arch='9.0')}\n" == f"{explain(q, k, k, arch='sm_90a')}\n"
+    assert "heads=32/8" in said and "CTAs share the keys" in said and "backward" not in said
+    assert cli.main(["explain", *shapes, "2,8192,8,64", "--arch", "9.0", "--direction", "backward"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("backward bfloat16 head_dim=(128,64)") and "forward" not in said
+    with pytest.raises(SystemExit, match="4 shapes are given"):
+        cli.main(["explain", *shapes, *shapes])
+
+
+def test_explain_of_shapes_refuses_what_attention_refuses(capsys):
+    assert cli.main(["explain", "2,9,3,64", "2,9,2,64"]) == 1
+    assert "heads_q=3 and heads_kv=2" in capsys.readouterr().out
+    assert cli.main(["explain", "2,9,3,7"]) == 1
+    assert "head_dim=7 is not supported" in capsys.readouterr().out
+
+
+def test_meta_tensors_are_explained_for_this_machine(simulated):
+    q = torch.empty(2, 64, 4, 128, dtype=torch.bfloat16, device="meta")
+    assert explain(q, q, q).plan.backend == ("triton" if torch.cuda.is_available() else "reference")
+    with pytest.raises(ValueError, match="'9' is neither a compute capability"):
+        explain(q, q, q, arch="9")
+
+
+def said_as_json(capsys, *command):
+    status = cli.main([*command, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_every_command_speaks_json(backends, capsys):
+    status, facts = said_as_json(capsys, "doctor")
+    assert status == 0 and facts["versions"]["torch"] == torch.__version__ and facts["settings"]["strict"] is False
+    assert [walk["backend"] for walks in facts["devices"].values() for walk in walks]
+    status, (forward, backward) = said_as_json(capsys, "explain", "--arch", "9.0")
+    assert status == 0 and forward["backend"] == "sm90" and backward["fallback"] is True
+    assert "sm90" in backward["refusals"]
+    status, (call,) = said_as_json(capsys, "explain", "2,64,4,64", "--arch", "9.0")
+    assert status == 0 and call["backward"]["backend"] == "triton" and call["problem"].endswith("capability 9.0)")
+    status, (refused,) = said_as_json(capsys, "explain", "--arch", "7.5")
+    assert status == 1 and "below the minimum" in refused["refused"]
+    backends(HostDslBackend())
+    kinds = ("--head-dim", "64", "--direction", "forward", "--causal", "no", "--lse", "no")
+    status, made = said_as_json(capsys, "warmup", *kinds)
+    assert status == 0 and [kernel["good"] for kernel in made["kernels"]] == [True] and made["skipped"] == []
+    status, shelf = said_as_json(capsys, "cache")
+    assert status == 0 and [kernel["backend"] for kernel in shelf["kernels"]] == ["sm90"]
+    assert said_as_json(capsys, "cache", "clear")[1]["removed"] == 1
+
+
 def test_explain_fails_aloud(capsys):
     assert cli.main(["explain", "--capability", "8.0", "--backend", "sm90"]) == 1
     assert "'sm90' was asked for" in capsys.readouterr().out
@@ -71,9 +128,11 @@ def test_explain_fails_aloud(capsys):
     [
         (
             ["explain", "--capability", "75"],
-            "argument --capability: '75' is not a compute capability MAJOR.MINOR (9.0)",
+            "argument --arch/--capability: '75' is neither a compute capability MAJOR.MINOR (9.0) nor one of sm_90a, ",
         ),
-        (["explain", "--capability", "9.x"], "'9.x' is not a compute capability"),
+        (["explain", "--arch", "9.x"], "'9.x' is neither a compute capability"),
+        (["explain", "2,4096,16"], "'2,4096,16' is not a shape BATCH,SEQLEN,HEADS,HEAD_DIM (2,4096,16,128)"),
+        (["bench", "2,x,16,64"], "'2,x,16,64' is not a shape"),
         (["explain", "--head-dim", "64,32,16"], "argument --head-dim: '64,32,16' is neither a number (64) nor a pair"),
         (["warmup", "--head-dim", "64", "wide"], "'wide' is neither a number (64) nor a pair"),
         (["explain", "--head-dim", "64,"], "'64,' is neither a number"),
@@ -120,7 +179,7 @@ def test_warmup_covers_the_grid_it_is_given(backends):
     arguments = cli.parser().parse_args(
         ["warmup", "--head-dim", "64", "192,128", "--dtype", "bfloat16", "float16", "--direction", "both"]
     )
-    plans, skipped = cli._variants(arguments)
+    plans, skipped = warmup.variants(arguments)
     forward = [plan for plan in plans if plan.direction == "forward"]
     assert len(forward) == 2 * 2 * 2 * 2 and len(plans) == len(forward) + 2 * 2 * 2 and skipped == []
 
@@ -129,7 +188,7 @@ def test_warmup_compiles_what_few_query_rows_run_too():
     command = ["warmup", "--head-dim", "128", "--direction", "forward", "--lse", "no", "--causal", "no"]
 
     def variants(*more):
-        plans, _ = cli._variants(cli.parser().parse_args([*command, *more]))
+        plans, _ = warmup.variants(cli.parser().parse_args([*command, *more]))
         return [plan.variant for plan in plans]
 
     assert variants() == ["", "split"] and variants("--split", "no") == [""] and variants("--split", "yes") == ["split"]
@@ -139,7 +198,7 @@ def test_warmup_counts_the_multiprocessors_of_the_gpu_it_compiles_for(simulated)
     """The count is in the plan: a kernel of another count is never found."""
 
     def counts(*more):
-        plans, _ = cli._variants(cli.parser().parse_args(["warmup", *more]))
+        plans, _ = warmup.variants(cli.parser().parse_args(["warmup", *more]))
         return {plan.ctas for plan in plans}
 
     assert counts() == {132} and counts("--sms", "114") == {114}
@@ -152,10 +211,83 @@ def test_no_plan_depends_on_head_counts(backend):
     """Why the commands have no option for them."""
     device = device_facts.imagined({"sm90": (9, 0), "sm100": (10, 0)}.get(backend.name, (8, 0)), "simulated")
     for dims, direction in itertools.product(((64, 64), (128, 128), (192, 128), (256, 256)), (FORWARD, BACKWARD)):
-        problem = cli._problem(device, "bfloat16", dims, direction, request.Options(causal=True))
+        problem = words.problem(device, "bfloat16", dims, direction, request.Options(causal=True))
         if not backend.refuse(problem):
             heads = [replace(problem, heads_q=q, heads_kv=kv) for q, kv in ((1, 1), (64, 8), (7, 1), (128, 128))]
             assert {backend.plan(each) for each in heads} == {backend.plan(problem)}
+
+
+def kinds(*command):
+    """(dtype, head dims, mask, softcap) of the forwards that warmup would compile."""
+    plans, _ = warmup.variants(cli.parser().parse_args(["warmup", *command]))
+    forwards = {plan for plan in plans if plan.direction == FORWARD}
+    return {(p.dtype, p.head_dim, p.head_dim_v, str(p.mask), p.softcap) for p in forwards}
+
+
+def test_warmup_reads_a_models_configuration(backends, tmp_path):
+    backends(FakeBackend("sm90", exports=True))
+    path = tmp_path / "config.json"
+    path.write_text('{"hidden_size": 512, "num_attention_heads": 8, "sliding_window": 128, "torch_dtype": "float16"}')
+    wanted = {("float16", 64, 64, mask, False) for mask in ("full", "causal", "window(left,0)")}
+    assert kinds("--config", str(path)) == wanted
+    assert kinds("--config", str(path), "--dtype", "float32") == {("float32", *rest) for _, *rest in wanted}
+    nested = {"head_dim": 256, "attn_logit_softcapping": 50.0, "sliding_window": 9, "use_sliding_window": False}
+    path.write_text(json.dumps({"text_config": nested}))
+    assert {kind[1:4] for kind in kinds("--config", str(path))} == {(256, 256, "full"), (256, 256, "causal")}
+    latent = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    path.write_text(json.dumps(latent))
+    assert {kind[1:3] for kind in kinds("--config", str(path))} == {(192, 128)}
+    for text, sentence in (("{}", "has no 'hidden_size'"), ("{", "config.json: Expecting")):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match=sentence):
+            kinds("--config", str(path))
+
+
+def test_warmup_reads_a_list(backends, tmp_path):
+    backends(FakeBackend("sm90", exports=True))
+    path = tmp_path / "kernels"
+    path.write_text("# decoding\n--head-dim 128 --causal no\n\n--head-dim 64 --dtype float16 --window 7,0 # a window\n")
+    assert kinds("--list", str(path)) == {
+        ("bfloat16", 128, 128, "full", False),
+        ("float16", 64, 64, "window(left,0)", False),
+    }
+    with pytest.raises(SystemExit, match="No such file"):
+        kinds("--list", str(tmp_path / "absent"))
+
+
+def test_warmup_counts_as_it_goes(backends, capsys):
+    backends(HostDslBackend())
+    command = ["warmup", "--head-dim", "64", "--direction", "forward", "--causal", "no", "--jobs", "1"]
+    assert cli.main(command) == 0
+    assert [line.split("]")[0] for line in capsys.readouterr().out.splitlines()] == ["[1/2", "[2/2"]
+
+
+def test_bench_times_what_it_has_checked(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "SECONDS", 0.001)
+    status, facts = said_as_json(capsys, "bench", "1,40,4,16", "1,70,2,16", "--causal", "--direction", "both")
+    assert status == 0 and set(facts["times"]) == {"ours", "sdpa"} and facts["difference"] < 1e-2
+    assert facts["times"]["ours"]["ms"] > 0 and facts["decision"]["backend"] == "reference"
+    assert cli.main(["bench", "1,40,4,16", "--window", "5,0"]) == 0
+    said = capsys.readouterr().out
+    assert "SDPA has no such option: not checked" in said and "TFLOP/s" not in said
+
+
+def test_bench_times_nothing_that_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "attention", lambda q, k, v, **options: torch.zeros_like(q))
+    assert cli.main(["bench", "1,40,4,16"]) == 1
+    said = capsys.readouterr()
+    assert "nothing is timed" in said.err and " ms" not in said.out
+    monkeypatch.setattr(bench, "attention", lambda q, k, v, **options: torch.full_like(q, torch.nan))
+    assert cli.main(["bench", "1,40,4,16"]) == 1
+    assert cli.main(["bench", "1,40,4,16", "--backend", "sm90"]) == 1
+    assert "'sm90' was asked for" in capsys.readouterr().err
+
+
+def test_bench_counts_what_is_seen():
+    shapes = [(2, 3, 4, 8), (2, 5, 2, 8), (2, 5, 2, 16)]
+    seen = visible_keys(3, 5, True, torch.device("cpu")).sum().item()
+    assert bench.flops_of(shapes, True) == 2 * 2 * 4 * (8 + 16) * seen
+    assert bench.flops_of(shapes, False) == 2 * 2 * 4 * (8 + 16) * 15
 
 
 def test_warmup_says_what_it_skips(backends, capsys):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cute_flash
 from cute_flash.arch import BACKENDS
@@ -27,13 +28,21 @@ def test_case(number, dtype):
 
 
 def test_case47_meta_tensors_agree_with_real_ones():
-    """No torch.library op exists yet: shapes, dtypes and strides of the real outputs are pinned here until one does."""
+    """Shapes, dtypes and strides of real outputs and gradients, and of those a graph is planned with."""
+    words = (True, None, None, None, None, False, None)  # causal and nothing else
     for batch, heads_kv, head_dim_v in ((1, 4, 16), (2, 2, 24), (1, 1, 8)):
         q, k, v = torch.randn(batch, 5, 4, 16), torch.randn(batch, 7, heads_kv, 16), torch.randn(batch, 7, heads_kv, 1)
-        out, lse = cute_flash.attention(q, k, v.expand(-1, -1, -1, head_dim_v), return_lse=True)
+        v = v.expand(-1, -1, -1, head_dim_v)
+        mode = FakeTensorMode()
+        planned = cute_flash.attention(*(mode.from_tensor(x) for x in (q, k, v)), return_lse=True)
+        out, lse = cute_flash.attention(q, k, v, return_lse=True)
         assert (out.shape, out.dtype, out.is_contiguous()) == ((batch, 5, 4, head_dim_v), q.dtype, True)
         assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((batch, 4, 5), torch.float32, True)
-    assert not hasattr(torch.ops.cute_flash, "attention"), "an op exists now: run torch.library.opcheck on it"
+        for real, fake in zip((out, lse), planned, strict=True):
+            assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+        operands = torch.randn_like(out), None, q, k, v, out, lse
+        for operator, inputs in (("attention", (q, k, v, True)), ("attention_backward", operands)):
+            torch.library.opcheck(getattr(torch.ops.cute_flash, operator), (*inputs, *words))
 
 
 CAPABILITIES = {

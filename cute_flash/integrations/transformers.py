@@ -1,0 +1,321 @@
+"""Hugging Face Transformers: `register()` once, then attn_implementation="cute_flash".
+
+    cute_flash.integrations.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cute_flash")
+
+Causal and bidirectional masks, sliding windows, softcaps, grouped heads, dynamic and static caches. A padding mask
+becomes the run of real keys of each sequence, and no dense mask is ever made: sequences with runs of their own are
+attended one after another, since there is no kernel for packed ones yet, and padded query rows return 0. What has no
+such form (holes, packed or chunked sequences, dense masks, sinks, dropout) is refused with a sentence.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..api import attention
+from ..spec.errors import UnsupportedError
+from . import flash_attn
+
+NAME = "cute_flash"
+_UNBUILT = {
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+    "cu_seq_lens_q": "packed sequences (cu_seq_lens)",
+    "block_table": "paged caches",
+}
+
+# While tracing, Transformers makes every mask as if position_ids were those of packed sequences: it cannot ask them.
+_PERHAPS_PACKED = ("remap_positions_for_packed_sequence", "packed_sequence_mask_function")
+
+
+class Span(NamedTuple):
+    """What the query rows of one sequence see: keys start <= j < stop, within (left, right) of the diagonal.
+
+    The last query row stands beside key length - 1: padding behind stop counts, the unused end of a static cache not.
+    """
+
+    start: int
+    stop: int
+    length: int
+    left: int | None
+    right: int | None
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention interface: query (batch, heads_q, seqlen_q, head_dim), key and value likewise.
+
+    attention_mask: None, or what mask_spans returned. options: dropout, softcap, sliding_window, is_causal as models
+    pass them. Returns (out (batch, seqlen_q, heads_q, head_dim_v), None). UnsupportedError for what ours cannot do.
+    """
+    _refuse_unbuilt(options)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    shared: dict[str, Any] = {"scale": scaling, "softcap": options.get("softcap")}
+    if attention_mask is None:
+        left, right = _window_of(module, options)
+        return attention(q, k, v, window=(left, right), **shared), None
+    return _attend_spans(q, k, v, attention_mask, shared), None
+
+
+@torch.compiler.disable  # spans change from token to token: a graph would be compiled for each
+def _attend_spans(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, shared: dict[str, Any]
+) -> torch.Tensor:
+    spans = _read(mask)
+    if len(spans) != q.shape[0]:
+        raise UnsupportedError(f"the mask is of {len(spans)} sequences and the batch of {q.shape[0]}")
+    if len(set(spans)) == 1:
+        return _attend(q, k, v, spans[0], shared)
+    rows = [_attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], span, shared) for b, span in enumerate(spans)]
+    return torch.cat(rows)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, shared: dict[str, Any]) -> torch.Tensor:
+    """Of sequences that share a span. Under a mask that follows the diagonal, rows of padding return 0."""
+    first, last = 0, q.shape[1]
+    if span.left is not None or span.right is not None:
+        diagonal = span.length - q.shape[1]  # row i stands beside key i + diagonal
+        first, last = (min(max(0, key - diagonal), q.shape[1]) for key in (span.start, span.stop))
+    keys = slice(span.start, span.stop)
+    out: torch.Tensor = attention(
+        q[:, first:last], k[:, keys], v[:, keys], window=(span.left, span.right), **shared
+    )  # a row without a key to see returns 0 too
+    return F.pad(out, (0, 0, 0, 0, first, q.shape[1] - last)) if out.shape[1] != q.shape[1] else out
+
+
+def _window_of(module: torch.nn.Module, options: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Where no mask came along: as the module says of itself."""
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    causal = causal and getattr(getattr(module, "config", None), "is_causal", True)
+    window = options.get("sliding_window")
+    if window is not None and not causal:
+        raise UnsupportedError("a bidirectional sliding window came without the mask that says how wide it is")
+    return (None if window is None else window - 1), (0 if causal else None)
+
+
+def _refuse_unbuilt(options: dict[str, Any]) -> None:
+    for name, words in _UNBUILT.items():
+        if options.get(name) is not None:
+            raise UnsupportedError(f"{words} are not built yet in attn_implementation={NAME!r}: {name} is given")
+    if options.get("dropout"):
+        raise UnsupportedError(
+            f"attention dropout is not supported by attn_implementation={NAME!r} (dropout={options['dropout']}): set "
+            "the configuration's attention dropout to 0, or model.eval()"
+        )
+    if options.get("output_attentions"):
+        raise UnsupportedError(f"output_attentions: attn_implementation={NAME!r} never forms the weights")
+
+
+# ---------------------------------------------------------------------------------------------------------------- mask
+
+
+def mask_spans(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    *,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor | None:
+    """Transformers' mask interface: None where the module's own flags say all, else the spans of the sequences.
+
+    Those travel as int32 (batch, 1, 1, 5) on the CPU, a Span each, -1 for unbounded. Four dimensions, because
+    Transformers hands a mask of four on as it is. UnsupportedError for a mask that has no such form.
+    """
+    if torch.compiler.is_compiling() and not _is_plain(mask_function):
+        places = (batch_size, q_length, kv_length, q_offset, kv_offset)
+        left, right = _bounds_in_graph(mask_function, places, options)
+    else:
+        left, right = _bounds_of(mask_function)
+    aligned = left is not None or right is not None
+    if attention_mask is None and not isinstance(q_offset, torch.Tensor):
+        length = q_offset + q_length - kv_offset
+        if (length == kv_length or not aligned) and _told(left, right):
+            return None
+    places = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    return _spans(places, (left, right), attention_mask)
+
+
+def _told(left: int | None, right: int | None) -> bool:
+    """Does the module's own is_causal, with its sliding_window, say the same?"""
+    return right == 0 or (left is None and right is None)
+
+
+@torch.compiler.disable  # reads values
+def _spans(
+    places: tuple[int, int, int, Any, int], bounds: tuple[int | None, int | None], attention_mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The tensor of mask_spans, or None where every key is real, and used, and the module's flags say the rest."""
+    batch_size, q_length, kv_length, q_offset, kv_offset = places
+    aligned = bounds != (None, None)
+    length = (
+        int(q_offset) + q_length - kv_offset if aligned else kv_length
+    )  # a static cache is longer than its contents
+    if length > kv_length:
+        raise UnsupportedError(f"queries end at key {length} of {kv_length}: they are not aligned with the last key")
+    told = length == kv_length and _told(*bounds)
+    if attention_mask is None:
+        if told:
+            return None
+        starts, stops = [0] * batch_size, [length] * batch_size
+    else:
+        real = attention_mask[:, kv_offset : kv_offset + length]
+        if real.shape[1] < length:
+            raise UnsupportedError(f"attention_mask is of {attention_mask.shape[1]} keys and there are {length}")
+        if told and bool(real.all()):
+            return None
+        starts, stops = _runs(real)
+    written = [-1 if bound is None else bound for bound in bounds]
+    rows = [[start, stop, length, *written] for start, stop in zip(starts, stops, strict=True)]
+    return torch.tensor(rows, dtype=torch.int32)[:, None, None]
+
+
+def _runs(real: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Start and stop of the run of True in each row of (batch, keys); one copy to the CPU a forward, not a layer."""
+    real = real.cpu().bool()
+    starts = real.int().argmax(1)
+    stops = starts + real.sum(1)
+    keys = torch.arange(real.shape[1])
+    whole = ((keys >= starts[:, None]) & (keys < stops[:, None]) == real).all(1)
+    if not bool(whole.all()):
+        row = int(whole.int().argmin())
+        raise UnsupportedError(f"row {row} of attention_mask has holes: a padding mask is one run of real keys")
+    return starts.tolist(), stops.tolist()
+
+
+def _read(mask: torch.Tensor) -> list[Span]:
+    """The spans of a mask that mask_spans made."""
+    if mask.dtype != torch.int32 or mask.dim() != 4 or tuple(mask.shape[1:]) != (1, 1, len(Span._fields)):
+        raise UnsupportedError(
+            f"attn_implementation={NAME!r} takes a 2-D padding mask, and got a dense one of shape {tuple(mask.shape)}"
+        )
+    unbounded = [[*row[:3], *(None if bound < 0 else bound for bound in row[3:])] for row in mask[:, 0, 0].tolist()]
+    return [Span(*row) for row in unbounded]
+
+
+def _is_plain(mask_function: Callable[..., Any]) -> bool:
+    from transformers import masking_utils
+
+    return mask_function is masking_utils.causal_mask_function or (
+        mask_function is masking_utils.bidirectional_mask_function
+    )
+
+
+def _bounds_of(mask_function: Callable[..., Any]) -> tuple[int | None, int | None]:
+    """(left, right) around the diagonal. Transformers composes masks as closures: what they close over is read."""
+    from transformers import masking_utils
+
+    if _is_plain(mask_function):
+        return None, None if mask_function is masking_utils.bidirectional_mask_function else 0
+    kind = _maker(mask_function)
+    parts = [(_maker(part), part) for part in _closed_over(mask_function).get("mask_functions", ())]
+    makers = [maker for maker, _ in parts]
+    if (kind, *makers) == ("and_masks", "sliding_window_overlay", "causal_mask_function"):
+        return _closed_over(parts[0][1])["sliding_window"] - 1, 0
+    if (kind, *makers) == ("and_masks", "sliding_window_bidirectional_overlay", "bidirectional_mask_function"):
+        width = _closed_over(parts[0][1])["sliding_window"]
+        return width, width
+    packed = (kind, *makers) == ("and_masks", *_PERHAPS_PACKED)
+    if packed and not bool(_closed_over(parts[1][1])["packed_sequence_mask"].any()):
+        return _bounds_of(
+            _closed_over(parts[0][1])["mask_function"]
+        )  # the number of each token's sequence: one, after all
+    names = f"{kind}({', '.join(makers)})" if makers else kind
+    raise UnsupportedError(
+        f"attn_implementation={NAME!r} serves causal, bidirectional and sliding-window masks, and this one is {names}"
+    )
+
+
+def _bounds_in_graph(
+    mask_function: Any, places: tuple[int, int, int, Any, int], options: dict[str, Any]
+) -> tuple[int | None, int | None]:
+    """A compiler does not look into closures: take the mask for causal, and have the graph check the ends of each row.
+
+    The first and the last key that a row should see must be seen, and their outer neighbours not.
+    """
+    batch_size, q_length, kv_length, q_offset, kv_offset = places
+    if options.get("use_vmap"):
+        raise UnsupportedError(f"attn_implementation={NAME!r} serves no mask with functions of its own")
+    width, device = options.get("local_size"), options.get("device")
+    batch, head = torch.arange(batch_size, device=device)[:, None], torch.zeros((), dtype=torch.int64, device=device)
+    row = torch.arange(q_length, device=device)[None] + q_offset
+    last = row
+    first = torch.full_like(row, kv_offset) if width is None else (row - width + 1).clamp(min=kv_offset)
+    end = kv_offset + kv_length - 1
+    before, after = (first - 1).clamp(min=kv_offset), (last + 1).clamp(max=end)
+    right = mask_function(batch, head, row, first) & mask_function(batch, head, row, last)
+    right = right & ((before == first) | ~mask_function(batch, head, row, before))
+    right = right & ((after == last) | ~mask_function(batch, head, row, after))
+    torch._assert_async(
+        right.all(), "attn_implementation='cute_flash': the mask is neither causal nor a sliding window"
+    )
+    return None if width is None else width - 1, 0
+
+
+def _maker(function: Callable[..., Any]) -> str:
+    """Of "sliding_window_overlay.<locals>.inner_mask" the first word."""
+    name: str = getattr(function, "__qualname__", "") or repr(function)
+    return name.split(".")[0]
+
+
+def _closed_over(function: Callable[..., Any]) -> dict[str, Any]:
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    return (
+        {} if code is None else {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ register
+
+
+def register() -> None:
+    """Make attn_implementation="cute_flash" known to Transformers. Calling it again does nothing more.
+
+    ImportError where Transformers is missing, or older than 5 (tried with 5.24.0).
+    """
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+    if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise ImportError(f"register() needs Transformers 5 (tried with 5.24.0), found {transformers.__version__}")
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_spans)
+    _answer_for_flash()
+
+
+def _answer_for_flash() -> None:
+    """Transformers takes every name with "flash" in it for a package of FlashAttention functions, and imports those."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    theirs = getattr(flash, "_lazy_imports", None)
+    if theirs is None or getattr(theirs, "answers_for", None) == NAME:
+        return
+
+    def lazy_imports(implementation: str | None, *args: Any, **options: Any) -> Any:
+        if implementation != NAME:
+            return theirs(implementation, *args, **options)
+        ours = flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache
+        return (*ours, flash._pad_input, flash._unpad_input)
+
+    lazy_imports.answers_for = NAME  # type: ignore[attr-defined]
+    flash._lazy_imports = lazy_imports

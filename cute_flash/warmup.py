@@ -1,0 +1,203 @@
+"""python -m cute_flash warmup: compile a list of kernels into the disk cache, side by side. Needs no GPU."""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cute_flash.arch as arch
+
+from . import words
+from .runtime import compiler, dispatch, request
+from .spec import device as device_facts
+from .spec import settings
+from .spec.backend import Backend
+from .spec.device import Device
+from .spec.errors import UnsupportedError
+from .spec.plan import Plan
+from .spec.problem import BACKWARD
+
+
+class Kind(NamedTuple):
+    """What a call is of, for a compiler: each serves every batch, length, head count and every value of a bound."""
+
+    dtype: str
+    dims: tuple[int, int]
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+
+
+def _of_options(arguments: argparse.Namespace) -> Iterator[Kind]:
+    grid = itertools.product(arguments.dtype, arguments.head_dim, words.SWITCH[arguments.causal])
+    for dtype, dims, causal in grid:
+        yield Kind(dtype, dims, causal, arguments.window, arguments.softcap)
+
+
+def _of_model(path: Path, dtypes: list[str] | None) -> Iterator[Kind]:
+    """What a model of this config.json (Hugging Face's names) calls. SystemExit where it does not say."""
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--config {path}: {error}") from error
+    outer, config = config, config.get("text_config") or config
+    dims = _dims_of_model(path, config)
+    written = config.get("dtype") or config.get("torch_dtype") or outer.get("dtype") or outer.get("torch_dtype")
+    softcap = config.get("attn_logit_softcapping")
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    for dtype in dtypes or [written if written in words.DTYPES else "bfloat16"]:
+        for causal in (False, True):  # one query row of grouped heads runs without a mask
+            yield Kind(dtype, dims, causal, None, softcap)
+        if window:
+            yield Kind(dtype, dims, True, (window - 1, None), softcap)
+
+
+def _dims_of_model(path: Path, config: dict[str, Any]) -> tuple[int, int]:
+    try:
+        if config.get("qk_nope_head_dim"):  # latent attention, as DeepSeek has it
+            return config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]
+        dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    except (KeyError, TypeError) as error:
+        raise SystemExit(f"--config {path} has no {error}: head_dim, or hidden_size and num_attention_heads") from error
+    return dim, dim
+
+
+def _of_list(path: Path) -> Iterator[argparse.Namespace]:
+    """The lines of a file: each holds options of this command. Comments start with #."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise SystemExit(f"--list {path}: {error}") from error
+    own = argparse.ArgumentParser(prog=f"--list {path}")
+    add_kinds(own)
+    for line in lines:
+        if found := shlex.split(line, comments=True):
+            yield own.parse_args(found)
+
+
+def _requests(arguments: argparse.Namespace) -> Iterator[tuple[Kind, argparse.Namespace]]:
+    """Every kind with the options that say which of its kernels."""
+    if arguments.config:
+        # The command line's dtype has a default, which a configuration that says its own overrules.
+        named = arguments.dtype if arguments.dtype != DEFAULT_DTYPE else None
+        yield from ((kind, arguments) for kind in _of_model(arguments.config, named))
+    if arguments.list:
+        yield from ((kind, line) for line in _of_list(arguments.list) for kind in _of_options(line))
+    if not arguments.config and not arguments.list:
+        yield from ((kind, arguments) for kind in _of_options(arguments))
+
+
+def _target(capability: tuple[int, int], sms: int | None) -> Device:
+    """The GPU to compile for: a plan counts its SMs. This machine's where it is of that architecture."""
+    here = (device for device in words.devices() if device.capability == capability)
+    device = next(here, device_facts.imagined(capability, "simulated"))
+    return replace(device, sm_count=sms or device.sm_count)
+
+
+def variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[str]]:
+    """The plans to compile, and a sentence for each variant that has none to keep."""
+    device = _target(arguments.arch, arguments.sms)
+    plans: dict[Plan, Backend] = {}
+    skipped = []
+    for kind, which in _requests(arguments):
+        options = request.spell(kind.causal, kind.window, kind.softcap)
+        lengths = (False, True)  # beyond SHORT_KEYS and up to there; most plans are the same
+        grid = itertools.product(words.DIRECTIONS[which.direction], words.SWITCH[which.lse], lengths)
+        for direction, lse, short in grid:
+            if short and direction == BACKWARD:
+                continue
+            problem = replace(words.problem(device, kind.dtype, kind.dims, direction, options, lse), short=short)
+            try:
+                decision = dispatch.choose(problem)
+            except UnsupportedError as refusal:
+                skipped.append(str(refusal))
+                continue
+            backend = decision.backend
+            if not backend.exports:
+                skipped.append(f"{problem}: {backend.name} compiles at the first call, nothing to keep ahead")
+                continue
+            for split in words.SWITCH[which.split]:
+                found = (backend.split(decision.plan), backend.pack(decision.plan)) if split else (decision.plan,)
+                plans.update({plan: backend for plan in found if plan is not None})
+    return plans, list(dict.fromkeys(skipped))
+
+
+def _warm(task: tuple[str, Plan]) -> tuple[str, str, bool]:
+    """One plan, in a worker. Errors come back as text: not every exception travels between processes."""
+    name, plan = task
+    backend = next(backend for backend in arch.BACKENDS if backend.name == name)
+    try:
+        return str(plan), compiler.kernel_for(backend, plan).origin, True
+    except Exception as error:
+        return str(plan), f"{type(error).__name__}: {error}", False
+
+
+def _all_warm(tasks: list[tuple[str, Plan]], jobs: int) -> Iterator[tuple[str, str, bool]]:
+    if jobs == 1 or len(tasks) < 2:
+        yield from map(_warm, tasks)
+        return
+    # fork: importing the compiler costs each worker 0.5 s under fork and 1.7 s under spawn
+    with multiprocessing.get_context("fork").Pool(min(jobs, len(tasks))) as pool:
+        yield from pool.imap_unordered(_warm, tasks)
+
+
+def warmup(arguments: argparse.Namespace) -> int:
+    """Compile the listed variants into the disk cache; needs no GPU. Each serves every batch, length and head count."""
+    if settings.current.cache_dir is None:
+        print("CUTE_FLASH_CACHE_DIR turns the disk cache off: nowhere to keep compiled kernels", file=sys.stderr)
+        return 2
+    plans, skipped = variants(arguments)
+    progress = sys.stderr if arguments.json else sys.stdout
+    for sentence in skipped:
+        print(f"skipped: {sentence}", file=progress)
+    tasks = [(backend.name, plan) for plan, backend in plans.items()]
+    results = []
+    for number, (plan, origin, good) in enumerate(_all_warm(tasks, arguments.jobs), 1):
+        print(f"[{number}/{len(tasks)}] {plan}: {origin}", file=progress, flush=True)
+        results.append({"plan": plan, "result": origin, "good": good})
+    if arguments.json:
+        words.show_json({"kernels": results, "skipped": skipped})
+    return 0 if all(result["good"] for result in results) else 1
+
+
+DEFAULT_DTYPE = ["bfloat16"]
+
+
+def add_kinds(command: argparse.ArgumentParser) -> None:
+    """The options that a line of a list may hold, too."""
+    command.add_argument("--dtype", nargs="+", choices=words.DTYPES, default=DEFAULT_DTYPE)
+    command.add_argument(
+        "--head-dim", nargs="+", type=words.head_dims, default=[(64, 64), (128, 128)], metavar="D|D,DV"
+    )
+    command.add_argument("--causal", choices=words.SWITCH, default="both", help="one row of grouped heads runs as no")
+    words.add_bounds(command)
+    command.add_argument("--split", choices=words.SWITCH, default="both", help="for few query rows over many keys")
+    command.add_argument("--lse", choices=words.SWITCH, default="both", help="write LSE: training and return_lse")
+    command.add_argument("--direction", choices=words.DIRECTIONS, default="both")
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    add_kinds(command)
+    command.add_argument(
+        "--config", type=Path, metavar="FILE", help="a model's config.json says dtype, head dims, masks"
+    )
+    command.add_argument("--list", type=Path, metavar="FILE", help="a line of these options for each set of kernels")
+    command.add_argument(
+        "--arch", type=words.capability, default=(9, 0), metavar="9.0", help="the GPU to compile for, or sm_90a"
+    )
+    command.add_argument(
+        "--sms", type=words.count, metavar="N", help="SMs of the GPU; default: this machine's, else the usual part's"
+    )
+    jobs = max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+    command.add_argument(
+        "--jobs", type=words.count, default=jobs, metavar="N", help=f"compile side by side; here {jobs} by default"
+    )
+    command.add_argument("--json", action="store_true", help="the results as JSON, progress on stderr")
+    command.set_defaults(run=warmup)

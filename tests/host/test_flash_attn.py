@@ -1,0 +1,98 @@
+"""FlashAttention's functions over ours: each of its words means what it means there."""
+
+import inspect
+
+import pytest
+import torch
+
+from cute_flash import UnsupportedError, attention
+from cute_flash.integrations import flash_attn as ours
+
+from .. import oracle
+
+pytestmark = pytest.mark.usefixtures("office")
+
+
+def qkv(seqlen_q=37, seqlen_k=53, heads_kv=2, requires_grad=False):
+    torch.manual_seed(0)
+    shapes = (2, seqlen_q, 4, 24), (2, seqlen_k, heads_kv, 24), (2, seqlen_k, heads_kv, 24)
+    return tuple(torch.randn(shape, dtype=torch.float64, requires_grad=requires_grad) for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("words", "meaning"),
+    [
+        ({}, {}),
+        ({"causal": True}, {"causal": True}),
+        ({"window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0}, {}),
+        ({"window_size": (5, -1)}, {"window": (5, None)}),
+        ({"window_size": (-1, 3)}, {"window": (None, 3)}),
+        ({"window_size": (0, 0)}, {"window": (0, 0)}),
+        ({"window_size": (5, -1), "causal": True}, {"window": (5, 0)}),
+        (
+            {"window_size": [7, 2], "softcap": 3.0, "softmax_scale": 0.4},
+            {"window": (7, 2), "softcap": 3.0, "scale": 0.4},
+        ),
+    ],
+)
+def test_every_option_against_the_oracle(words, meaning):
+    q, k, v = qkv()
+    out, lse, probabilities = ours.flash_attn_func(q, k, v, return_attn_probs=True, **words)
+    right = oracle.forward(q, k, v, **meaning)
+    assert oracle.relative_error(out, right.out) < 1e-12 and oracle.lse_excess(lse, right.lse) <= 1
+    assert probabilities is None
+    assert torch.equal(out, ours.flash_attn_func(q, k, v, **words))
+
+
+def test_arguments_may_be_given_by_place():
+    """In FlashAttention 2's order, and after packed tensors too."""
+    q, k, v = qkv(37, 37, heads_kv=4, requires_grad=True)
+    given = (0.0, 0.4, True, (9, -1), 3.0, None, True, True)
+    expected, lse = attention(
+        q, k, v, scale=0.4, causal=True, window=(9, None), softcap=3.0, deterministic=True, return_lse=True
+    )
+    packed = ours.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), *given)
+    half_packed = ours.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), *given)
+    grads = torch.autograd.grad(expected.sum(), (q, k, v), retain_graph=True)
+    for result in (ours.flash_attn_func(q, k, v, *given), packed, half_packed):
+        assert torch.equal(result[0], expected) and torch.equal(result[1], lse) and result[2] is None
+        again = torch.autograd.grad(result[0].sum(), (q, k, v), retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, grads, strict=True))
+
+
+def test_the_signature_is_flash_attention_2s():
+    assert list(inspect.signature(ours.flash_attn_func).parameters) == [
+        "q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
+        "deterministic", "return_attn_probs",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda q, k, v: ours.flash_attn_func(q, k, v, 0.1), UnsupportedError, "dropout_p= is not supported"),
+        (lambda q, k, v: ours.flash_attn_func(q, k, v, alibi_slopes=q), UnsupportedError, "alibi_slopes= is not built"),
+        (lambda q, k, v: ours.flash_attn_qkvpacked_func(q), ValueError, r"\(batch, seqlen, 3, heads, head_dim\), got"),
+        (
+            lambda q, k, v: ours.flash_attn_kvpacked_func(q, k),
+            ValueError,
+            r"\(batch, seqlen_k, 2, heads_kv, head_dim\)",
+        ),
+        (
+            lambda q, k, v: ours.flash_attn_varlen_func(q, k, v, causal=True),
+            UnsupportedError,
+            "call flash_attn_func once",
+        ),
+        (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v), UnsupportedError, "filled part of the cache"),
+    ],
+)
+def test_what_is_refused(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call(*qkv())
+
+
+def test_it_compiles_to_the_operator():
+    torch._dynamo.reset()
+    q, k, v = qkv()
+    compiled = torch.compile(ours.flash_attn_func, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(q, k, v, causal=True, window_size=(4, -1)), attention(q, k, v, window=(4, 0)))

@@ -1,0 +1,288 @@
+"""attn_implementation="cute_flash": tiny models beside eager attention, and what has no form here is refused."""
+
+import pytest
+import torch
+
+from cute_flash import UnsupportedError
+from cute_flash.integrations import transformers as ours
+from cute_flash.runtime import request
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+masking = transformers.masking_utils
+
+VOCABULARY = 97
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 128,
+}  # fmt: skip
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+WINDOW = 7  # shorter than the sequences: masks, sliding caches and ends of tiles all matter
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **GROUPED, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=5.0, query_pre_attn_scalar=16
+    ),
+    "bert": lambda: transformers.BertConfig(**SIZES, attention_probs_dropout_prob=0.0),
+}
+# Logits of size 1, float32 throughout: Transformers' eager attention and ours differ by some ulps a layer.
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def registered(office):
+    ours.register()
+
+
+def model_of(name):
+    torch.manual_seed(0)
+    make = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
+    model = make.from_config(CONFIGS[name]()).eval()
+    for parameter in model.parameters():  # the default initialisation leaves attention near uniform, whatever its mask
+        parameter.data.mul_(4) if parameter.dim() == 2 else None
+    return model
+
+
+def tokens(batch=3, length=21, padding=None):
+    """(input_ids, attention_mask or None): sequences of three lengths, padded on that side."""
+    ids = torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+    if padding is None:
+        return ids, None
+    mask = torch.ones_like(ids)
+    mask[1, -5:] = 0
+    mask[2, -12:] = 0
+    return ids, mask if padding == "right" else mask.flip(1)
+
+
+def words(mask):
+    return {} if mask is None else {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def logits_and_gradients(model, implementation, ids, mask):
+    """Of the real tokens: what stands at padding means nothing."""
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    logits = model(ids, **words(mask)).logits
+    real = logits if mask is None else logits[mask.bool()]
+    real.cos().sum().backward()
+    return real.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("padding", [None, "right", "left"])
+def test_logits_and_gradients_are_eagers(name, padding):
+    model, (ids, mask) = model_of(name), tokens(padding=padding)
+    expected, gradients = logits_and_gradients(model, "eager", ids, mask)
+    logits, mine = logits_and_gradients(model, "cute_flash", ids, mask)
+    torch.testing.assert_close(logits, expected, **CLOSE)
+    assert mine.keys() == gradients.keys()
+    size = max(
+        gradient.abs().max().item() for gradient in gradients.values()
+    )  # some are 0 but for rounding: key biases
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(mine[parameter], gradient, rtol=1e-4, atol=1e-6 * size, msg=parameter)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generation_is_eagers_token_by_token(name, padding, cache):
+    """12 new tokens: past the window, and through a sliding cache that is full."""
+    model, (ids, mask) = model_of(name), tokens(length=15, padding=padding)
+    results = []
+    for implementation in ("eager", "cute_flash"):
+        model.set_attn_implementation(implementation)
+        results.append(
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids) if mask is None else mask, max_new_tokens=12, do_sample=False,
+                pad_token_id=0, eos_token_id=None, cache_implementation=cache,
+            )
+        )  # fmt: skip
+    assert torch.equal(*results)
+    assert results[0].shape[1] == 27 and len(results[0][:, 15:].unique()) > 3  # no constant answer
+
+
+def test_a_window_and_a_softcap_matter_here():
+    """Or the tests above would pass without them."""
+    ids, _ = tokens()
+    for name, field in (("mistral", "sliding_window"), ("gemma2", "attn_logit_softcapping")):
+        model = model_of(name)
+        config = CONFIGS[name]()
+        setattr(config, field, None)
+        without = type(model)(config).eval()
+        without.load_state_dict(model.state_dict())
+        a, b = (m(ids).logits for m in (model, without))
+        assert (a - b).abs().max() > 0.005, name  # far more than CLOSE allows
+
+
+def test_no_mask_is_made_where_there_is_no_padding(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ours, "_read", lambda mask: seen.append(mask))
+    for name in CONFIGS:
+        model, (ids, _) = model_of(name), tokens()
+        model.set_attn_implementation("cute_flash")
+        model(ids, attention_mask=torch.ones_like(ids))
+        model(ids)
+    assert seen == []
+
+
+def test_compiles_whole_and_notices_packed_sequences():
+    model, (ids, _) = model_of("mistral"), tokens()
+    model.set_attn_implementation("cute_flash")
+    torch._dynamo.reset()
+
+    def call(ids, positions):
+        return model(ids, position_ids=positions, use_cache=False).logits
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    positions = torch.arange(21)[None].expand(3, -1)
+    torch.testing.assert_close(compiled(ids, positions), call(ids, positions), **CLOSE)
+    packed = torch.cat((torch.arange(11), torch.arange(10)))[None].expand(3, -1)
+    with pytest.raises(RuntimeError, match="neither causal nor a sliding window"):
+        compiled(ids, packed)
+    with pytest.raises(UnsupportedError, match="packed_sequence_mask_function"):
+        call(ids, packed)
+
+
+@pytest.mark.slow
+def test_a_compiled_static_cache_does_not_compile_for_every_token():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model, (ids, mask) = model_of("llama"), tokens(length=15, padding="left")
+    model.set_attn_implementation("cute_flash")
+    words = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    expected = model.generate(ids, **words, max_new_tokens=14, min_new_tokens=14)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    model.forward = torch.compile(model.forward, backend=counter)
+    counts = []
+    for count in (5, 14):
+        tokens_made = model.generate(ids, **words, max_new_tokens=count, min_new_tokens=count)
+        assert torch.equal(tokens_made, expected[:, : 15 + count])
+        counts.append(counter.frame_count)
+    assert counts[1] - counts[0] <= 4  # the second cache has another size, and no token a graph of its own
+
+
+def spans(mask_function=masking.causal_mask_function, q_length=5, kv_length=5, **options):
+    return ours.mask_spans(2, q_length, kv_length, mask_function=mask_function, **options)
+
+
+def test_padding_becomes_runs_of_keys():
+    real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=torch.bool)
+    assert spans(attention_mask=real)[:, 0, 0].tolist() == [[2, 5, 5, -1, 0], [0, 4, 5, -1, 0]]
+    window = masking.sliding_window_causal_mask_function(3)
+    assert spans(window, attention_mask=real)[:, 0, 0].tolist() == [[2, 5, 5, 2, 0], [0, 4, 5, 2, 0]]
+    both = masking.bidirectional_mask_function
+    assert spans(both, 1, 5, attention_mask=real)[:, 0, 0].tolist() == [[2, 5, 5, -1, -1], [0, 4, 5, -1, -1]]
+    around = masking.sliding_window_bidirectional_mask_function(2)
+    assert spans(around)[:, 0, 0].tolist() == [[0, 5, 5, 2, 2]] * 2
+    assert spans(q_length=1, kv_length=64, q_offset=9)[:, 0, 0].tolist() == [[0, 10, 10, -1, 0]] * 2  # a static cache
+    assert spans(q_length=1, kv_length=10, q_offset=torch.tensor(9)) is None
+    assert spans(attention_mask=torch.ones(2, 5, dtype=torch.bool)) is None
+    nothing = spans(attention_mask=torch.zeros(2, 5, dtype=torch.bool))
+    assert nothing[:, 0, 0].tolist() == [[0, 0, 5, -1, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "bounds"),
+    [
+        (lambda: masking.causal_mask_function, (None, 0)),
+        (lambda: masking.bidirectional_mask_function, (None, None)),
+        (lambda: masking.sliding_window_causal_mask_function(3), (2, 0)),
+        (lambda: masking.sliding_window_bidirectional_mask_function(3), (3, 3)),
+    ],
+)
+def test_bounds_mean_what_transformers_masks_mean(make, bounds):
+    """Against the mask that Transformers itself would make."""
+    q_length, kv_length = 6, 9
+    dense = masking.sdpa_mask(
+        1, q_length, kv_length, q_offset=3, mask_function=make(), allow_is_causal_skip=False
+    )[0, 0]  # fmt: skip
+    from tests.oracle import visible_keys
+
+    assert ours._bounds_of(make()) == bounds
+    assert torch.equal(dense, visible_keys(q_length, kv_length, False, dense.device, bounds))
+
+
+def _around():
+    return ours._closed_over(masking.sliding_window_bidirectional_mask_function(3))["mask_functions"]
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: spans(masking.chunked_causal_mask_function(4, torch.zeros(2))),
+            r"this one is and_masks\(chunked_overlay, causal_mask",
+        ),
+        (
+            lambda: spans(masking.or_masks(masking.causal_mask_function, lambda *a: a)),
+            r"or_masks\(causal_mask_function, <lambda>\)",
+        ),
+        (lambda: spans(masking.or_masks(*_around())), r"or_masks\(sliding_window_bidirectional_overlay"),
+        (lambda: spans(lambda *places: True), "this one is <lambda>"),
+        (lambda: spans(attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 1]])), "row 1 of attention_mask has"),
+        (lambda: spans(attention_mask=torch.ones(2, 3)), "attention_mask is of 3 keys and there are 5"),
+        (lambda: spans(q_offset=3), "queries end at key 8 of 5"),
+        (lambda: ours._read(torch.zeros(2, 1, 5, 5)), r"got a dense one of shape \(2, 1, 5, 5\)"),
+    ],
+)
+def test_masks_without_such_a_form_are_refused(call, sentence):
+    with pytest.raises(UnsupportedError, match=sentence):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"dropout": 0.1}, r"attention dropout is not supported.*dropout=0.1"),
+        ({"s_aux": torch.zeros(2)}, "attention sinks are not built yet"),
+        ({"position_bias": torch.zeros(2)}, "a position bias"),
+        ({"cu_seq_lens_q": torch.zeros(2)}, "packed sequences"),
+        ({"output_attentions": True}, "never forms the weights"),
+        ({"is_causal": False, "sliding_window": 3}, "without the mask that says how wide"),
+    ],
+)
+def test_options_without_a_kernel_are_refused(options, sentence):
+    q = torch.zeros(1, 2, 5, 16)
+    with pytest.raises(UnsupportedError, match=sentence):
+        ours.attention_forward(torch.nn.Module(), q, q, q, None, **options)
+
+
+def test_models_in_training_with_dropout_are_refused_by_name():
+    config = CONFIGS["llama"]()
+    config.attention_dropout = 0.25
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="cute_flash").train()
+    with pytest.raises(UnsupportedError, match=r"dropout=0\.25"):
+        model(tokens()[0])
+
+
+def test_the_name_survives_another_flash_implementation():
+    """Transformers loads a package for every name with "flash" in it, and keeps one at a time."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](), attn_implementation="cute_flash")
+    flash._loaded_implementation = "another"
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](), attn_implementation="cute_flash")
+    assert flash._flash_fn is ours.flash_attn.flash_attn_func
+    with pytest.raises(Exception, match=r"(?i)flash|kernels"):
+        flash._lazy_imports("flash_attention_2")
+
+
+def test_an_old_transformers_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(masking, "sdpa_mask", lambda batch_size, cache_position: None)
+    with pytest.raises(ImportError, match=r"needs Transformers 5 .*found " + transformers.__version__):
+        ours.register()
+
+
+def test_batches_of_one_span_are_one_call(monkeypatch):
+    calls = []
+    monkeypatch.setattr(ours, "attention", lambda q, k, v, **options: calls.append((q.shape, k.shape)) or q)
+    q = torch.zeros(3, 4, 2, 16)
+    for rows in ([[0, 4, 4, -1, 0]] * 3, [[0, 4, 4, -1, 0], [1, 4, 4, -1, 0], [0, 4, 4, -1, 0]]):
+        calls.clear()
+        mask = torch.tensor(rows, dtype=torch.int32)[:, None, None]
+        out, weights = ours.attention_forward(torch.nn.Module(), *(x.transpose(1, 2) for x in (q, q, q)), mask)
+        assert out.shape == q.shape and weights is None
+        assert len(calls) == (1 if rows[0] == rows[1] else 3)
+    assert request.HEAD_DIM_MIN <= 16
