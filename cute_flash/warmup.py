@@ -123,8 +123,9 @@ def variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[s
             if not backend.exports:
                 skipped.append(f"{problem}: {backend.name} compiles at the first call, nothing to keep ahead")
                 continue
-            splits = (backend.split(decision.plan) if split else decision.plan for split in words.SWITCH[which.split])
-            plans.update({plan: backend for plan in splits if plan is not None})
+            for split in words.SWITCH[which.split]:
+                found = (backend.split(decision.plan), backend.pack(decision.plan)) if split else (decision.plan,)
+                plans.update({plan: backend for plan in found if plan is not None})
     return plans, list(dict.fromkeys(skipped))
 
 

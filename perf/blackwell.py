@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,18 +51,36 @@ def _keeping() -> Iterator[list]:
             yield kept
 
 
-def ours(head_dim: int, causal: bool) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class Pick:
+    """A kernel of each."""
+
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    ctas: int  # that multiply together
+
+    def __str__(self) -> str:
+        return f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"
+
+
+ALONE = tuple(Pick(d, d, causal, 1) for d in (64, 128) for causal in (False, True))
+PAIRED = (Pick(128, 128, False, 2), Pick(192, 128, False, 2))  # what FA4 4.0.0b36 multiplies in pairs in this kernel
+
+
+def ours(pick: Pick) -> Callable[..., Any]:
     from cute_flash.arch.sm100.backend import BACKEND
 
-    device, mask = imagined(ARCHES[ARCH], "emulated"), CAUSAL if causal else FULL
-    problem = Problem(FORWARD, device, "bfloat16", head_dim, head_dim, 1, 1, mask, lse=True)
-    return BACKEND.build(BACKEND.plan(problem))
+    device, mask = imagined(ARCHES[ARCH], "emulated"), CAUSAL if pick.causal else FULL
+    problem = Problem(FORWARD, device, "bfloat16", pick.head_dim, pick.head_dim_v, 1, 1, mask, lse=True)
+    plan = BACKEND.plan(problem)
+    return BACKEND.build(plan if pick.ctas == 2 else replace(plan, variant=""))
 
 
-def theirs(head_dim: int, causal: bool) -> Callable[..., Any]:
+def theirs(pick: Pick) -> Callable[..., Any]:
     from tests.emulator.foreign import fa4_forward
 
-    return fa4_forward(ARCH, head_dim, causal)
+    return fa4_forward(ARCH, pick.head_dim, pick.causal, two_cta=pick.ctas == 2, head_dim_v=pick.head_dim_v)
 
 
 def loops_of(code: list) -> dict[str, int | str]:
@@ -93,8 +112,10 @@ def mma_order(code: list) -> str:
     return " ".join(f"{len(list(run))}x{'PV' if kind.endswith('TS') else 'QK'}" for kind, run in runs)
 
 
-def machine_code(cubin: bytes, tool: str) -> dict[str, int | str]:
-    (name, code), *_ = sass.functions(sass.disassemble(cubin, tool)).items()
+def machine_code(cubin: bytes, tool: str, ctas: int) -> dict[str, int | str]:
+    """Of the kernel that multiplies with so many CTAs: ours has both under one Plan."""
+    functions = sass.functions(sass.disassemble(cubin, tool)).items()
+    name, code = next(pair for pair in functions if any("2CTA" in i.opcode for i in pair[1]) == (ctas == 2))
     counts: Counter = sass.mix(code)
     limits = [i.operands.split()[-1] for i in code if i.opcode.startswith("USETMAXREG")]
     return {
@@ -108,12 +129,13 @@ def machine_code(cubin: bytes, tool: str) -> dict[str, int | str]:
     }
 
 
-def emulated(kernel: Callable[..., Any], launches: list, head_dim: int, causal: bool, through: Callable) -> dict:
-    q, k, v = (torch.randn(1, SEQLEN, 1, head_dim, dtype=torch.bfloat16) for _ in range(3))
-    out, lse = torch.empty_like(q), torch.empty(1, 1, SEQLEN)
-    through(kernel, q, k, v, out, lse, 1 / math.sqrt(head_dim))
+def emulated(kernel: Callable[..., Any], launches: list, pick: Pick, through: Callable) -> dict:
+    widths = pick.head_dim, pick.head_dim, pick.head_dim_v
+    q, k, v = (torch.randn(1, SEQLEN, 1, width, dtype=torch.bfloat16) for width in widths)
+    out, lse = torch.empty_like(v), torch.empty(1, 1, SEQLEN)
+    through(kernel, q, k, v, out, lse, 1 / math.sqrt(pick.head_dim))
     counters, edge = launches[-1]["counters"], SEQLEN // 128
-    tiles = edge * (edge + 1) // 2 if causal else edge * edge
+    tiles = edge * (edge + 1) // 2 if pick.causal else edge * edge
     total, bound = counters.total(), model.estimate(counters, model.GPUS["B200"], tiles)
     scores = tiles * 128 * 128 / model.WARP
     return {
@@ -125,7 +147,7 @@ def emulated(kernel: Callable[..., Any], launches: list, head_dim: int, causal: 
         "l2_bytes_per_tile": round(bound.l2_bytes),
         **{f"cycles_{name.replace(' ', '_')}": round(value) for name, value in bound.cycles.items()},
         "bound": bound.binding,
-        "bound_tflops": round(bound.tflops * (tiles * 4 * 128 * 128 * head_dim) / (bound.mma_flops * tiles)),
+        "bound_tflops": round(bound.tflops * 2 * 128 * 128 * (pick.head_dim + pick.head_dim_v) / bound.mma_flops),
     }
 
 
@@ -133,15 +155,15 @@ def rows() -> Iterator[dict]:
     tool = sass.disassembler()
     if tool is None:
         raise SystemExit("no nvdisasm here: pip install nvidia-cuda-nvdisasm")
-    for head_dim in (64, 128):
-        for causal in (False, True):
-            for name, build, through in (("cute_flash", ours, call), ("fa4", theirs, lambda f, *args: f(*args))):
-                torch.manual_seed(0)
-                with emulate(ARCH, mode="eager", scheduler="round_robin", race=False) as emulation, _keeping() as kept:
-                    kernel = build(head_dim, causal)
-                    counts = emulated(kernel, emulation.launches, head_dim, causal, through)
-                    code = machine_code(kept[-1].artifacts.CUBIN, tool)
-                yield {"kernel": name, "d": head_dim, "mask": "causal" if causal else "full", **code, **counts}
+    for pick in (*ALONE, *PAIRED):
+        for name, build, through in (("cute_flash", ours, call), ("fa4", theirs, lambda f, *args: f(*args))):
+            torch.manual_seed(0)
+            with emulate(ARCH, mode="eager", scheduler="round_robin", race=False) as emulation, _keeping() as kept:
+                kernel = build(pick)
+                counts = emulated(kernel, emulation.launches, pick, through)
+                code = machine_code(kept[-1].artifacts.CUBIN, tool, pick.ctas)
+            named = {"kernel": name, "d": str(pick), "mask": "causal" if pick.causal else "full", "ctas": pick.ctas}
+            yield {**named, **code, **counts}
 
 
 def main(argv: list[str] | None = None) -> int:

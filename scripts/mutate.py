@@ -46,19 +46,23 @@ class Subject:
     exact: tuple[torch.Tensor, torch.Tensor]
     arch: str
     texts: list[str] = field(default_factory=list)  # PTX that ran
+    kernels: list[str] = field(default_factory=list)  # entries of it that ran
 
     def attempt(self, edit: Callable[[str], str], knobs: dict[str, Any]) -> tuple[bool, Any]:
         """Run once: (is the result right, counters of the first launch)."""
         out, lse = self.operands[3:5]
         for tensor in (out, lse, *self.operands[6:]):
-            tensor.fill_(math.nan)
+            tensor.fill_(math.nan if tensor.is_floating_point() else 0)
         with emulator.emulate(self.arch, edit=edit, max_steps=STEPS, strict_exit=True, **knobs) as emulation:
             self.kernel(*self.operands)
+        self.kernels = [launch["kernel"] for launch in emulation.launches]
         return self._right(out, lse), emulation.launches[0]["counters"]
 
     def _right(self, out: torch.Tensor, lse: torch.Tensor) -> bool:
         exact_out, exact_lse = self.exact
         distance = torch.linalg.vector_norm(out.double() - exact_out) / torch.linalg.vector_norm(exact_out)
+        if any(tensor.any() for tensor in self.operands[6:] if not tensor.is_floating_point()):
+            return False  # a counter is left as it was found
         return bool(distance < ERROR) and torch.allclose(lse.double(), exact_lse, rtol=1e-6, atol=1e-3)
 
     def note(self, ptx: str) -> str:
@@ -97,7 +101,19 @@ def prepare(args: argparse.Namespace) -> Subject:
     scratch = ()
     if args.split:
         scratch = (torch.empty(2, 1, 1, rows, plan.head_dim_v), torch.empty(2, 1, 1, rows, 2))
+    if plan.draws:
+        scratch = (torch.zeros(1, dtype=torch.int32),)
     return Subject(kernel, (q, k, v, out, lse, point.scale, *scratch), dense(q, k, v, point.causal), plan.arch)
+
+
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)")
+
+
+def entry_lines(ptx: str, kernel: str) -> range:
+    """The lines of one kernel, of several that a Plan may choose from."""
+    starts = {match[1]: n for n, line in enumerate(ptx.split("\n"), 1) if (match := _ENTRY.search(line))}
+    after = [n for n in starts.values() if n > starts[kernel]]
+    return range(starts[kernel], min(after, default=ptx.count("\n") + 2))
 
 
 _FILE = re.compile(r"\s*\.file\s+(\d+)\s+\"(?:.*/)?([^/]+/[^/]+)\"")
@@ -126,7 +142,8 @@ def judge(subject: Subject, kinds: Sequence[str] | None = None, sites: slice = s
     def right_everywhere(edit: Callable[[str], str]) -> bool:
         return all(subject.attempt(edit, knobs)[0] for knobs in KNOBS)
 
-    for site in find_sites(subject.texts[0], kinds)[sites]:
+    ran = entry_lines(subject.texts[0], subject.kernels[0])
+    for site in [site for site in find_sites(subject.texts[0], kinds) if site.line in ran][sites]:
         yield from score([site], right_everywhere, counters).outcomes
 
 

@@ -76,13 +76,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--emulator-csv", type=Path, default=None, help="keep the emulated runs: a row each")
+    parser.addoption("--plans-csv", type=Path, default=None, help="keep the compiled plans: registers and spills")
 
 
 _TREE = pytest.StashKey[tuple[str, str]]()  # day and commit when the run starts: a long one must not see later edits
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--emulator-csv"):
+    if config.getoption("--emulator-csv") or config.getoption("--plans-csv"):
         from perf import machine
 
         config.stash[_TREE] = (machine.now()[:10], machine.commit_here())
@@ -93,19 +94,26 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     _print_ratios(terminalreporter, reports)
     if path := config.getoption("--emulator-csv"):
         _keep_emulated(path, config.stash[_TREE], reports)
+    if path := config.getoption("--plans-csv"):
+        rows = [(*config.stash[_TREE], *row) for row in sorted(_properties(reports, "compiled"))]
+        _write(path, ("date", "commit", "plan", "registers", "spill_bytes"), rows)
 
 
 def _keep_emulated(path: Path, tree: tuple[str, str], reports: list[pytest.TestReport]) -> None:
     """`emulated` of the emulator's tests as CSV, with the day and the commit of the tree that ran."""
-    rows = [value for report in reports for name, value in report.user_properties if name == "emulated"]
+    columns = ("date", "commit", "shape", "mode", "scheduler", "seed", "error", "lse_error", "steps", "seconds")
+    rows = sorted(_properties(reports, "emulated"))
+    _write(path, columns, [(*tree, *row[:4], *(f"{x:.3e}" for x in row[4:6]), row[6], f"{row[7]:.2f}") for row in rows])
+
+
+def _properties(reports: list[pytest.TestReport], name: str) -> list:
+    return [value for report in reports for key, value in getattr(report, "user_properties", ()) if key == name]
+
+
+def _write(path: Path, columns: tuple[str, ...], rows: list[tuple]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ("date", "commit", "shape", "mode", "scheduler", "seed", "error", "lse_error", "steps", "seconds")
-        )
-        for *names, error, lse_error, steps, seconds in sorted(rows):
-            writer.writerow((*tree, *names, f"{error:.3e}", f"{lse_error:.3e}", steps, f"{seconds:.2f}"))
+        csv.writer(file).writerows([columns, *rows])
 
 
 def _print_ratios(terminalreporter, reports: list[pytest.TestReport]) -> None:

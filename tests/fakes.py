@@ -57,6 +57,9 @@ class FakeBackend:
     def scratch(self, plan: Plan) -> ScratchRule | None:
         return None
 
+    def pack(self, plan: Plan) -> Plan | None:
+        return None
+
     def build(self, plan: Plan) -> Callable[..., Any]:
         self.built.append(plan)
         if self.error is not None:

@@ -36,10 +36,9 @@ def _place(step: Int32, block: Int32, ctas: Int32) -> Int32:
     return block if step % 2 == 0 else ctas - 1 - block
 
 
-def rounds_of(units: Int32) -> Rounds:
-    """For the CTA that asks."""
-    block, _, _ = cute.arch.block_idx()
-    ctas, _, _ = cute.arch.grid_dim()
+def rounds_of(units: Int32, together: int = 1) -> Rounds:
+    """For the CTA that asks. together: neighbouring CTAs that take the same units."""
+    block, ctas = cute.arch.block_idx()[0] // together, cute.arch.grid_dim()[0] // together
     whole = units // ctas
     in_last = Int32(_place(whole, block, ctas) < units - whole * ctas)
     return Rounds(block, ctas, whole + in_last)

@@ -50,6 +50,9 @@ class ReferenceBackend:
     def scratch(self, plan: Plan) -> ScratchRule | None:
         return None
 
+    def pack(self, plan: Plan) -> Plan | None:
+        return None
+
     def build(self, plan: Plan) -> Callable[..., Any]:
         return _backward_kernel(plan) if plan.direction == BACKWARD else _forward_kernel(plan)
 

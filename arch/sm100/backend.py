@@ -38,10 +38,15 @@ class Sm100Backend:
             lse=problem.lse,
             tile=tiles.forward_tile(problem.head_dim, problem.head_dim_v),
             softcap="softcap" in problem.features,
+            variant=self._variant(problem),
             ctas=problem.device.sm_count
             if tiles.persistent(problem.head_dim, problem.head_dim_v, str(problem.mask))
             else 0,
         )
+
+    def _variant(self, problem: Problem) -> str:
+        plain = "softcap" not in problem.features
+        return tiles.PAIRS if plain and tiles.paired(problem.head_dim, problem.head_dim_v, str(problem.mask)) else ""
 
     def split(self, plan: Plan) -> Plan | None:
         """One query tile a CTA: with so few rows the second one would be empty."""
@@ -51,6 +56,10 @@ class Sm100Backend:
 
     def scratch(self, plan: Plan) -> ScratchRule | None:
         return None
+
+    def pack(self, plan: Plan) -> Plan | None:
+        split = self.split(plan)
+        return None if split is None else replace(split, variant=tiles.PACKED)
 
     def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
         """A TVM-FFI function on the current stream, see the contract. `options`: more for cute.compile."""

@@ -3,11 +3,14 @@
 from cute_flash.spec.plan import Plan
 
 from ..common import operands
-from .forward import BoundedForwardSm100, ForwardSm100, SplitForwardSm100
-from .tiles import SPLIT
+from .entries import BoundedForwardSm100, PairedForwardSm100, SplitForwardSm100
+from .forward import ForwardSm100
+from .tiles import PACKED, PAIRS, SPLIT
 
 
 def compile_forward(plan: Plan, options: str = ""):
-    split = plan.variant == SPLIT
-    kernel = SplitForwardSm100 if split else ForwardSm100 if plan.plain else BoundedForwardSm100
-    return operands.compile_forward(kernel(plan, operands.DTYPES[plan.dtype]), plan, split, options)
+    kernels = {SPLIT: SplitForwardSm100, PACKED: SplitForwardSm100, PAIRS: PairedForwardSm100}
+    kernel = kernels.get(plan.variant, ForwardSm100 if plan.plain else BoundedForwardSm100)
+    return operands.compile_forward(
+        kernel(plan, operands.DTYPES[plan.dtype]), plan, plan.variant in (SPLIT, PACKED), options
+    )

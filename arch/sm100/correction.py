@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from .memory import ForwardShape, load_columns, store_columns
-from .pipeline import Barriers, Ring, advanced, after_wait, arrive_warp, before_arrive
+from .pipeline import Barriers, Ring, advanced, after_wait, arrive_leader, arrive_warp, before_arrive
 from .tiles import SCORE_SLOTS
 
 COLUMNS = 32  # of O in registers at a time
@@ -70,7 +70,7 @@ def correct_step(
             after_wait()
             rescale_output(context, shape, tile, factor)
     before_arrive()
-    arrive_warp(context.bars.p_ready + slot)
+    arrive_leader(context.bars.p_ready + slot, shape.ctas)
 
 
 class CorrectionState(NamedTuple):

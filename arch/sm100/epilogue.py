@@ -10,13 +10,12 @@ from cutlass.cute.nvgpu import cpasync
 from ..common.numeric import mul_rn, pack_fragment
 from ..common.order import WorkTile
 from ..common.rowstate import RowState, log_sum_exp
-from .load import TmaSource
+from .load import VECTOR, TmaSource
 from .memory import ForwardShape, load_columns
 from .pipeline import O_STORED
 from .schedule import ROWS, WARPGROUP
 
 COLUMNS = 32  # of O in registers at a time
-VECTOR = 8  # 16-bit values of a 16-byte store
 
 
 class OutputRoom(NamedTuple):

@@ -5,6 +5,7 @@ sO  (128, width_v, query_tiles)        its own room, or Q's where the ring would
 ring (slots)                           K and V in turn; a slot holds one chunk:
     sK  (tile_n, key_chunk)            all keys, a share of the columns
     sV  (width_v, value_chunk)         a share of the keys, all columns; stored as loaded, an MN-major operand
+    of a pair of CTAs each holds half: tile_n / 2 keys of sK, width_v / 2 columns of sV
 factors (query_tiles, 128) float32     softmax -> correction: what O is multiplied by
 barriers, tensor memory's address
 
@@ -37,6 +38,7 @@ class ForwardLayouts(NamedTuple):
     k: cute.ComposedLayout
     v: cute.ComposedLayout
     o: cute.ComposedLayout
+    q_rows: cute.ComposedLayout | None  # q's room as (128, width_qk), where threads fill it
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class ForwardShape:
     tile: Tile
     width_qk: int
     width_v: int
+    ctas: int = 1  # that multiply together: 2 where a pair does
+    packed: bool = False  # a query tile holds rows of several heads, which no TMA box describes
 
     def __post_init__(self) -> None:
         if tmem_columns(self.query_tiles, self.width_v) > TMEM_COLUMNS:
@@ -72,14 +76,23 @@ class ForwardShape:
         return self.tile.tile_n // self.value_chunk
 
     @property
+    def mma_rows(self) -> int:
+        """tcgen05's M."""
+        return ROWS * self.ctas
+
+    @property
     def tile_bytes(self) -> tuple[int, int, int]:
-        """What one TMA copy of Q, of a chunk of K, of a chunk of V brings; 16-bit values."""
+        """What TMA brings of Q, of a chunk of K, of a chunk of V, to both CTAs of a pair together; 16-bit values."""
         keys = self.tile.tile_n
-        return 2 * ROWS * self.width_qk, 2 * keys * self.key_chunk, 2 * self.width_v * self.value_chunk
+        return 2 * self.mma_rows * self.width_qk, 2 * keys * self.key_chunk, 2 * self.width_v * self.value_chunk
+
+    @property
+    def slot_elements(self) -> int:
+        return slot_elements(self.width_qk, self.width_v, self.ctas)
 
     @property
     def shared_output(self) -> bool:
-        return shared_output(self.tile.tile_m, self.width_qk, self.width_v)
+        return shared_output(self.tile.tile_m, self.width_qk, self.width_v, self.ctas)
 
     def s_column(self, slot: int | Int32) -> int | Int32:
         return slot * self.tile.tile_n
@@ -100,22 +113,29 @@ def _with_slot_stride(layout: cute.ComposedLayout, elements: int) -> cute.Compos
 
 def forward_layouts(shape: ForwardShape, qk: cute.TiledMma, pv: cute.TiledMma, dtype: type) -> ForwardLayouts:
     tile_n, slots = shape.tile.tile_n, shape.tile.stages
-    k = blackwell.make_smem_layout_b(qk, (ROWS, tile_n, shape.key_chunk), dtype, slots)
-    v = blackwell.make_smem_layout_b(pv, (ROWS, shape.width_v, shape.value_chunk), dtype, slots)
-    elements = slot_elements(shape.width_qk, shape.width_v)
+    rows = shape.mma_rows
+    k = blackwell.make_smem_layout_b(qk, (rows, tile_n, shape.key_chunk), dtype, slots)
+    v = blackwell.make_smem_layout_b(pv, (rows, shape.width_v, shape.value_chunk), dtype, slots)
     return ForwardLayouts(
-        q=blackwell.make_smem_layout_a(qk, (ROWS, tile_n, shape.width_qk), dtype, shape.query_tiles),
-        k=_with_slot_stride(k, elements),
-        v=_with_slot_stride(v, elements),
+        q=blackwell.make_smem_layout_a(qk, (rows, tile_n, shape.width_qk), dtype, shape.query_tiles),
+        k=_with_slot_stride(k, shape.slot_elements),
+        v=_with_slot_stride(v, shape.slot_elements),
         o=blackwell.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (ROWS, shape.width_v), shape.query_tiles),
+        q_rows=_rows_of(shape.width_qk, dtype) if shape.packed else None,
     )
+
+
+def _rows_of(columns: int, dtype: type) -> cute.ComposedLayout:
+    """(128, columns), K-major, in the widest swizzle that `columns` allows, as for A and O alike."""
+    layout = blackwell.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, (ROWS, columns), 1)
+    return cute.slice_(layout, (None, None, 0))
 
 
 def forward_storage(shape: ForwardShape, layouts: ForwardLayouts, barrier_words: int, dtype: type) -> type:
     q_elements, o_elements = cute.cosize(layouts.q), cute.cosize(layouts.o)
     if shape.shared_output:
         q_elements, o_elements = max(q_elements, o_elements), 0
-    ring_elements = shape.tile.stages * slot_elements(shape.width_qk, shape.width_v)
+    ring_elements = shape.tile.stages * shape.slot_elements
 
     @cute.struct
     class Storage:

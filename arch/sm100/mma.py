@@ -2,6 +2,9 @@
 
 Order with two query tiles: QK(0), QK(1), then per step PV(0), QK(0) of the next step, PV(1), QK(1) of the next: while
 one tile's softmax runs, the other's products do. With a single one: QK of the next step, then PV of this one.
+
+In a pair of CTAs (cta_group::2) the leader's warp issues for both: an instruction of 256 rows takes 128 of A from each
+CTA and half of B from each, keys of K or columns of V; each keeps the products of its rows. Both see the same keys.
 """
 
 from dataclasses import dataclass
@@ -15,7 +18,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from .memory import ForwardShape
 from .pipeline import Barriers, Ring, advanced, after_wait, commit
-from .schedule import ROWS
 from .tiles import SCORE_SLOTS
 
 K_STEP = 16  # tcgen05's K for 16-bit operands
@@ -30,10 +32,9 @@ class ForwardMmas:
     dtype: type
 
     def _make(self, b_major: OperandMajorMode, columns: int, source: tcgen05.OperandSource) -> cute.TiledMma:
-        k_major, one = OperandMajorMode.K, tcgen05.CtaGroup.ONE
-        return blackwell.make_trivial_tiled_mma(
-            self.dtype, self.dtype, k_major, b_major, Float32, one, (ROWS, columns), source
-        )
+        k_major, group = OperandMajorMode.K, tcgen05.CtaGroup(self.shape.ctas)
+        tile = (self.shape.mma_rows, columns)
+        return blackwell.make_trivial_tiled_mma(self.dtype, self.dtype, k_major, b_major, Float32, group, tile, source)
 
     def qk(self) -> cute.TiledMma:
         return self._make(OperandMajorMode.K, self.shape.tile.tile_n, tcgen05.OperandSource.SMEM)
@@ -56,14 +57,14 @@ class Fragments(NamedTuple):
 
 def make_fragments(mmas: ForwardMmas, smem: tuple, tmem: cute.Pointer) -> Fragments:
     s_q, s_k, s_v = smem
-    shape, qk, pv = mmas.shape, mmas.qk(), mmas.pv()
+    shape, qk, pv, rows = mmas.shape, mmas.qk(), mmas.pv(), mmas.shape.mma_rows
     return Fragments(
         q=qk.make_fragment_A(s_q),
         k=qk.make_fragment_B(s_k),
         v=pv.make_fragment_B(s_v),
-        s=qk.make_fragment_C(qk.partition_shape_C((ROWS, shape.tile.tile_n))).layout,
-        p=pv.make_fragment_A(pv.partition_shape_A((ROWS, shape.tile.tile_n))).layout,
-        o=pv.make_fragment_C(pv.partition_shape_C((ROWS, shape.width_v))).layout,
+        s=qk.make_fragment_C(qk.partition_shape_C((rows, shape.tile.tile_n))).layout,
+        p=pv.make_fragment_A(pv.partition_shape_A((rows, shape.tile.tile_n))).layout,
+        o=pv.make_fragment_C(pv.partition_shape_C((rows, shape.width_v))).layout,
         tmem=tmem,
     )
 
@@ -94,7 +95,7 @@ def _scores_of_chunk(
         cute.gemm(mma, s, q, frags.k[None, None, step, ring.slot], s)
         mma.set(tcgen05.Field.ACCUMULATE, True)
     if cutlass.const_expr(tile == shape.query_tiles - 1):
-        commit(bars.ring_free + ring.slot)
+        commit(bars.ring_free + ring.slot, shape.ctas)
     return advanced(ring, shape.tile.stages)
 
 
@@ -113,7 +114,7 @@ def _scores(
     else:
         for chunk in cutlass.range(chunks, unroll=1):
             ring = _scores_of_chunk(context, mmas, tile, slot, chunk, ring)
-    commit(context.bars.s_full + slot)
+    commit(context.bars.s_full + slot, mmas.shape.ctas)
     return ring
 
 
@@ -149,7 +150,7 @@ def _output(
         mma.set(tcgen05.Field.ACCUMULATE, True)
         if cutlass.const_expr(step % per_chunk == per_chunk - 1):
             if cutlass.const_expr(tile == shape.query_tiles - 1):
-                commit(bars.ring_free + ring.slot)
+                commit(bars.ring_free + ring.slot, shape.ctas)
             ring = advanced(ring, shape.tile.stages)
     return ring
 
@@ -166,7 +167,7 @@ def _free_queries(context: MmaContext, shape: ForwardShape):
     """After the last Q K^T of a work tile. Where O takes Q's room no CTA has a second one."""
     if not shape.shared_output:
         for tile in range(shape.query_tiles):
-            commit(context.bars.q_free + tile)
+            commit(context.bars.q_free + tile, shape.ctas)
 
 
 @cute.jit
@@ -195,9 +196,9 @@ def multiply_pair(context: MmaContext, mmas: cutlass.Constexpr, steps: Int32, sk
         ring = _scores(context, mmas, 1, 1, ring)
     _free_queries(context, shape)
     _output(context, mmas, 0, Probabilities(0, phase_0, steps - 1 > skip), ring)
-    commit(bars.o_full)
+    commit(bars.o_full, shape.ctas)
     ring = _output(context, mmas, 1, Probabilities(1, phase_1, steps > 1), ring)
-    commit(bars.o_full + 1)
+    commit(bars.o_full + 1, shape.ctas)
     return MmaState(ring, q_phase ^ 1, (phase_0 ^ 1, phase_1 ^ 1))
 
 
@@ -211,10 +212,10 @@ def multiply_single(context: MmaContext, mmas: cutlass.Constexpr, steps: Int32, 
         following = advanced(p, SCORE_SLOTS)
         ring = _scores(context, mmas, 0, following.slot, ring)
         ring = _output(context, mmas, 0, Probabilities(p.slot, p.phase, step > 0), ring)
-        commit(bars.o_full)
+        commit(bars.o_full, mmas.shape.ctas)
         p = following
     _free_queries(context, mmas.shape)
     ring = _output(context, mmas, 0, Probabilities(p.slot, p.phase, steps > 1), ring)
-    commit(bars.o_full)
+    commit(bars.o_full, mmas.shape.ctas)
     p = advanced(p, SCORE_SLOTS)
     return MmaState(ring, state.q_phase ^ 1, (p.slot, p.phase))

@@ -10,6 +10,7 @@ from cute_flash.spec.plan import Tile
 WARPGROUP = 128  # threads
 ROWS = 128  # tcgen05's M: rows of a query tile, lanes of tensor memory, and threads that own one each
 WARPS_PER_GROUP = 4  # arrivals: the first lane of each warp speaks for it
+LEADER = 0  # rank in a pair of CTAs: its MMA warp issues the products of both
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from ..common.numeric import EXP2_DEGREE, exp2, exp2_polynomial, finite_or_zero,
 from ..common.rowstate import RowState
 from .mask import Visible, mask_row
 from .memory import ForwardShape, load_columns, store_columns
-from .pipeline import Barriers, after_wait, arrive_warp, before_arrive
+from .pipeline import Barriers, after_wait, arrive_leader, arrive_warp, before_arrive
 
 CHAINS = 4  # partial maxima of a row
 LOAD = 32  # columns of a TMEM load
 PART = 32  # scores turned into P at a time
 KEEP = -8.0  # log2: a maximum that grew by less is not worth rescaling for; P stays below 2^8, sums far from overflow
+SETTLED = 16.0  # a row's sum, in weights of its maximum, from which on it may keep an older one: see _new_reference
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,10 @@ def _row_maximum(scores: cute.Tensor, start: Float32) -> Float32:
 def _new_reference(scores: cute.Tensor, context: SoftmaxContext, masked: cutlass.Constexpr[bool]) -> Float32:
     """The subtrahend of this step. Sets maximum and rescale: an old maximum that is at most 2^8 too low is kept.
 
-    Keeping it is exact: numerator and denominator carry the same factor (FlashAttention-4's conditional rescaling).
+    Keeping it is exact but for rounding: numerator and denominator carry the same factor (FlashAttention-4's
+    conditional rescaling). The weight of a row's true maximum is 1, which 16 bits hold exactly; that of one above the
+    reference is rounded like any other. Where few keys carry a row, that is its largest error (up to a fifth more in
+    all on scores of deviation 2), so the reference follows the maximum until other keys weigh SETTLED together.
     """
     state, scale = context.state, context.scale_log2
     old = state.maximum[0]
@@ -83,7 +87,7 @@ def _new_reference(scores: cute.Tensor, context: SoftmaxContext, masked: cutlass
         subtrahend = finite_or_zero(subtrahend)
     growth = mul_rn(old, scale) - subtrahend  # at most 0; -inf at the first visible key
     rescale = exp2(growth)
-    if growth >= KEEP:
+    if growth >= KEEP and state.total[0] >= SETTLED:
         new, subtrahend, rescale = old, mul_rn(old, scale), Float32(1.0)
     state.maximum[0] = new
     state.rescale[0] = rescale
@@ -161,8 +165,8 @@ def softmax_step(
         _probabilities(scores, packed, first, (context.scale_log2, subtrahend), plan, masked)
         store_columns(p, first // 2, packed, first // 2, PART // 2, thread)
         if cutlass.const_expr(first == tile_n - 2 * PART):
-            _announce(bars.p_ready + slot)
-    _announce(bars.p_tail + slot)
+            _announce(bars.p_ready + slot, plan.shape.ctas)
+    _announce(bars.p_tail + slot, plan.shape.ctas)
     state.total[0] = state.total[0] * state.rescale[0] + _row_sum(scores)
     if cutlass.const_expr(plan.shape.query_tiles == 1):
         slot = slot ^ 1
@@ -170,8 +174,8 @@ def softmax_step(
     return SoftmaxSlots(slots.first, slot, phase, slots.factor_phase ^ 1)
 
 
-def _announce(barrier: cute.Pointer):
+def _announce(barrier: cute.Pointer, ctas: int):
     """What was stored to tensor memory may be multiplied."""
     cute.arch.fence_view_async_tmem_store()
     before_arrive()
-    arrive_warp(barrier)
+    arrive_leader(barrier, ctas)

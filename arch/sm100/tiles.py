@@ -3,6 +3,8 @@
 No row is measured: not yet run on silicon. They follow from bytes of shared memory and columns of tensor memory.
 """
 
+from dataclasses import replace
+
 from cute_flash.spec.plan import Tile
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 10.0
@@ -10,6 +12,9 @@ TMEM_COLUMNS = 512  # 32-bit columns of 128 lanes
 WIDTH_STEP = 32  # head dims are tiled in steps of 32 up to 128: one kernel serves every true head_dim under its width
 WIDE_STEP = 64  # beyond 128, so that a width splits into two equal chunks
 SPLIT = "split"  # Plan.variant: several CTAs share a query tile, each takes a run of key tiles
+PAIRS = "pairs"  # Plan.variant: two CTAs multiply together, where a call has rows enough for both
+PACKED = "packed"  # Plan.variant: SPLIT, and the query heads of a group share tiles
+PAIR = 2  # CTAs that multiply together: each holds its own query rows and one half of every K and V tile
 ROWS = 128  # of one query tile
 KEYS = 128  # of one step: at fewer, reading Q from shared memory would take longer than multiplying it
 FIXED_BYTES = 2048  # barriers, tensor memory's address, row factors, and the alignment of what follows them
@@ -21,6 +26,23 @@ SLOT_BYTES = 32 * 1024  # of the K/V ring at most: 128 keys x 128 columns
 EMULATED_PAIRS = {
     "sm_100a": {64: 4, 128: 2, 256: 0},
     "sm_103a": {256: 0},  # MUFU is twice as wide there
+}
+
+
+# Pairs of CTAs under a full mask: (width_qk, width_v) -> cycles of an SM that 128 x 128 scores take on their slowest
+# pipe, alone and paired: perf/model.py on what the emulator counts (512 or 1024 query rows and keys). Alone, a product
+# of 128 rows reads all of K or V from shared memory, which binds; in a pair it reads half, as TMA fills half, and the
+# tensor cores bind. Below 128 the softmax takes longest either way.
+PAIR_CYCLES = {
+    (128, 128): (1235, 1024),
+    (128, 192): (1680, 1280),
+    (128, 256): (1968, 1536),
+    (192, 128): (1587, 1280),
+    (192, 192): (2080, 1536),
+    (192, 256): (2368, 1792),
+    (256, 128): (1805, 1536),
+    (256, 192): (2480, 1792),
+    (256, 256): (2967, 2048),
 }
 
 
@@ -51,8 +73,9 @@ def value_chunk(width_v: int) -> int:
     return next(keys for keys in (128, 64, 32) if 2 * keys * width_v <= SLOT_BYTES)
 
 
-def slot_elements(width_qk: int, width_v: int) -> int:
-    return max(KEYS * key_chunk(width_qk), value_chunk(width_v) * width_v)
+def slot_elements(width_qk: int, width_v: int, ctas: int = 1) -> int:
+    """Of one CTA's room: of a pair, each holds half of a chunk."""
+    return max(KEYS * key_chunk(width_qk), value_chunk(width_v) * width_v) // ctas
 
 
 def chunks(width_qk: int, width_v: int) -> int:
@@ -60,21 +83,22 @@ def chunks(width_qk: int, width_v: int) -> int:
     return width_qk // key_chunk(width_qk) + KEYS // value_chunk(width_v)
 
 
-def _slots_beside(tile_m: int, row: int, width_qk: int, width_v: int) -> int:
+def _slots_beside(tile_m: int, row: int, widths: tuple[int, int], ctas: int) -> int:
     left = SMEM_LIMIT - FIXED_BYTES - 2 * tile_m * row
-    return left // (2 * slot_elements(width_qk, width_v))
+    return left // (2 * slot_elements(*widths, ctas))
 
 
-def shared_output(tile_m: int, width_qk: int, width_v: int) -> bool:
+def shared_output(tile_m: int, width_qk: int, width_v: int, ctas: int = 1) -> bool:
     """Does O take Q's room? Only where, beside both, the ring would not hold a step and one chunk ahead."""
-    return _slots_beside(tile_m, width_qk + width_v, width_qk, width_v) <= chunks(width_qk, width_v)
+    widths = width_qk, width_v
+    return _slots_beside(tile_m, width_qk + width_v, widths, ctas) <= chunks(*widths)
 
 
-def slots(tile_m: int, width_qk: int, width_v: int) -> int:
+def slots(tile_m: int, width_qk: int, width_v: int, ctas: int = 1) -> int:
     """Ring slots: whatever Q and O leave, at most eight."""
-    shared = shared_output(tile_m, width_qk, width_v)
+    shared = shared_output(tile_m, width_qk, width_v, ctas)
     row = max(width_qk, width_v) if shared else width_qk + width_v
-    return min(8, _slots_beside(tile_m, row, width_qk, width_v))
+    return min(8, _slots_beside(tile_m, row, (width_qk, width_v), ctas))
 
 
 def _tile(query_tiles: int, width_qk: int, width_v: int) -> Tile | None:
@@ -93,6 +117,26 @@ def forward_tile(head_dim: int, head_dim_v: int) -> Tile:
     return tile
 
 
+def paired(head_dim: int, head_dim_v: int, mask: str) -> bool:
+    """Do two CTAs multiply together, where a call has rows enough? Each instruction then reads half of B from each
+    CTA's shared memory, and each CTA loads half of K and V. Other masks would give the two different key tiles.
+    """
+    return mask == "full" and (width(head_dim), width(head_dim_v)) in PAIR_CYCLES
+
+
+def pairs_pay(seqlen_q, tile_m: int, width_qk: int, width_v: int):
+    """seqlen_q: an int, or an Int32 at run time. An odd number of query tiles leaves one CTA of a pair idle, which a
+    pair's speed makes up for from some number on."""
+    alone, together = PAIR_CYCLES[width_qk, width_v]
+    tiles = (seqlen_q + tile_m - 1) // tile_m
+    return (tiles % PAIR == 0) | (tiles >= -(-together // (alone - together)))
+
+
+def pair_tile(tile: Tile, width_qk: int, width_v: int) -> Tile:
+    """Of one CTA of a pair: K and V take half the room, so the ring has more slots."""
+    return replace(tile, stages=slots(tile.tile_m, width_qk, width_v, PAIR))
+
+
 def split_tile(head_dim: int, head_dim_v: int) -> Tile:
     """A single query tile, for calls with few rows."""
     tile = _tile(1, width(head_dim), width(head_dim_v))
@@ -105,5 +149,6 @@ def persistent(head_dim: int, head_dim_v: int, mask: str) -> bool:
     """Does a CTA take work tile after work tile? Under a full mask all cost the same, and one ends behind the next's
     start. Causal ones differ: a CTA each, longest first, lets the hardware level them. Where O takes Q's room the next
     one could not start early."""
-    tile = forward_tile(head_dim, head_dim_v)
-    return mask == "full" and not shared_output(tile.tile_m, width(head_dim), width(head_dim_v))
+    tile_m, widths = forward_tile(head_dim, head_dim_v).tile_m, (width(head_dim), width(head_dim_v))
+    ways = (1, PAIR) if paired(head_dim, head_dim_v, mask) else (1,)
+    return mask == "full" and not all(shared_output(tile_m, *widths, ctas) for ctas in ways)

@@ -64,6 +64,9 @@ class Sm90Backend:
     def scratch(self, plan: Plan) -> ScratchRule | None:
         return tiles.backward_scratch(plan) if plan.direction == BACKWARD else None
 
+    def pack(self, plan: Plan) -> Plan | None:
+        return None
+
     def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
         """A TVM-FFI function as the contract has it, on the current stream; `options` go to cute.compile."""
         from . import compile

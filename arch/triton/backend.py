@@ -51,6 +51,9 @@ class TritonBackend:
     def scratch(self, plan: Plan) -> ScratchRule | None:
         return None
 
+    def pack(self, plan: Plan) -> Plan | None:
+        return None
+
     def build(self, plan: Plan) -> Callable[..., Any]:
         if plan.direction == FORWARD:
             from . import forward as kernels

@@ -38,7 +38,17 @@ def tcgen05(i: Instr, kernel: Kernel):
     }  # fmt: skip
     if kind not in table:
         raise UnknownInstruction(i.op)
+    if kind == "alloc":
+        _one_group(kernel)
     return table[kind](i)
+
+
+def _one_group(kernel: Kernel) -> None:
+    """PTX: all tcgen05 instructions of a kernel name the same .cta_group."""
+    of_tcgen05 = (i for i in kernel.instrs if i.parts[0] == "tcgen05")
+    groups = {part for i in of_tcgen05 for part in i.parts if part.startswith("cta_group::")}
+    if len(groups) > 1:
+        raise IllegalInstruction(f"{kernel.name} mixes {' and '.join(sorted(groups))} in its tcgen05 instructions")
 
 
 def _fence(i: Instr):

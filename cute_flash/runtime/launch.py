@@ -119,14 +119,26 @@ def _round_up(value: int, unit: int) -> int:
 
 
 class Splitter:
-    """The second forward of a backend, for calls whose query tiles leave most of the GPU idle. Compiled when needed."""
+    """A forward of a backend that shares keys among CTAs, for calls whose query tiles leave most of the GPU idle; where
+    it also packs, for those whose rows of a group fit one tile. Compiled when needed."""
 
-    def __init__(self, decision: Decision, device: torch.device) -> None:
+    def __init__(self, decision: Decision, device: torch.device, packs: bool = False) -> None:
         self.decision, self.device = decision, device
-        plan, problem = decision.backend.split(decision.plan), decision.problem
-        self.plan = plan
-        self.rule: SplitRule | None = rule_of(plan, problem.heads_q, problem.device.sm_count) if plan else None
+        problem = decision.problem
+        self.group = problem.group if packs else 1
+        self.plan = decision.backend.pack(decision.plan) if packs else decision.backend.split(decision.plan)
+        heads = problem.heads_q // self.group
+        self.rule: SplitRule | None = rule_of(self.plan, heads, problem.device.sm_count) if self.plan else None
         self.kernel: Kernel | None = None
+
+    @property
+    def packed_rows(self) -> int:
+        """Query rows up to which those of a group's heads fit one tile; 0 where nothing is packed."""
+        return self.rule.tile_m // self.group if self.rule and self.group > 1 else 0
+
+    def count(self, batch: int, seqlen_q: int, seqlen_k: int) -> int:
+        """CTAs that share the keys of a query tile."""
+        return self.rule.count(batch, seqlen_q * self.group, seqlen_k) if self.rule else 1
 
     @property
     def query_tiles_max(self) -> int:
@@ -151,7 +163,7 @@ class Splitter:
     def _compile(self) -> Kernel:
         backend, plan = self.decision.backend, self.plan
         if plan is None:
-            raise BackendBuildError(f"{backend.name} has no split forward for {self.decision.plan}")
+            raise BackendBuildError(f"{backend.name} shares no keys for {self.decision.plan}")
         compiled = compiler.kernel_for(backend, plan)
         dispatch.announce(replace(self.decision, plan=plan), compiled.origin)
         launch = on_device(compiled.kernel, self.device, backend.exports)
@@ -275,13 +287,20 @@ def outputs_of(site: Site, tiled_v: int, has_lse: bool) -> Callable[[torch.Tenso
 
 
 def bind_forward(
-    kernel: Kernel, site: Site, has_lse: bool, splitter: Splitter, rows: GroupRows | None = None
+    kernel: Kernel,
+    site: Site,
+    has_lse: bool,
+    splitter: Splitter,
+    rows: GroupRows | None = None,
+    packer: Splitter | None = None,
 ) -> Forward:
     """(q, k, v, numbers, batch, seqlen_q, seqlen_k) -> (out, lse). The caller has the sizes at hand already."""
     run = bind_run(kernel, site.alignment, splitter)
     tiled_v = _round_up(site.head_dim_v, site.unit)
     allocate = outputs_of(site, tiled_v, has_lse)
     few, few_keys = splitter.query_tiles_max, splitter.few_keys
+    packed_rows = packer.packed_rows if packer else 0
+    few_rows = max(1, packed_rows)
     counter = _counter(splitter)
     at_once = splitter.decision.backend.exports and site.alignment > 0  # without a look at k and v, see bind_run
 
@@ -290,7 +309,7 @@ def bind_forward(
     ) -> Outputs:
         out, lse = outputs = allocate(q, batch, seqlen_q)
         operands = (q, k, v, out, lse) + numbers  # noqa: RUF005  half of unpacking's time
-        if at_once and seqlen_q > 1 and (seqlen_k <= few_keys or batch > few):
+        if at_once and seqlen_q > few_rows and (seqlen_k <= few_keys or batch > few):
             if counter is not None:
                 operands += (counter(),)
             try:
@@ -299,6 +318,8 @@ def bind_forward(
                 _relaunch(objection, kernel, ("q", "k", "v"), site.alignment, operands)
         elif seqlen_q == 1 and rows is not None:
             rows.run(batch, seqlen_k, operands)
+        elif packer is not None and seqlen_q <= packed_rows and seqlen_k > few_keys:
+            packer.launch(packer.count(batch, seqlen_q, seqlen_k), operands)
         else:
             run(batch, seqlen_q, seqlen_k, operands)
         return outputs
@@ -405,19 +426,24 @@ def ready(problem: Problem, forced: str | None, device: torch.device) -> tuple[D
         return decision, on_device(compiled.kernel, device, decision.backend.exports)
 
 
-def _sharing(decision: Decision, forced: str | None, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[str, ...]:
+def _sharing(
+    decision: Decision, forced: str | None, device: torch.device, sizes: tuple[int, int, int]
+) -> tuple[str, ...]:
     """Which plans these sizes launch in place of the decision's, and why; a sentence each, none for most calls."""
     sentences = []
+    batch, seqlen_q, seqlen_k = sizes
     if seqlen_q == 1 and _packs(decision):
         seqlen_q = decision.problem.group
         decision = dispatch.choose(_packed(decision.problem), forced)
         sentences.append(f"one query row: the {seqlen_q} heads of a group share a tile, by {decision.plan}")
-    plan = decision.backend.split(decision.plan)
-    if plan is not None:
-        rule = rule_of(plan, decision.problem.heads_q, decision.problem.device.sm_count)
-        splits = rule.count(batch, seqlen_q, seqlen_k)
-        if splits > 1:
-            sentences.append(f"few query rows: {splits} CTAs share the keys of a query tile, by {plan}")
+    splitter, packer = Splitter(decision, device), Splitter(decision, device, packs=True)
+    if 1 < seqlen_q <= packer.packed_rows and seqlen_k > packer.few_keys:
+        splits = packer.count(batch, seqlen_q, seqlen_k)
+        keys = f" and {splits} CTAs its keys" if splits > 1 else ""
+        return (f"few query rows: the {packer.group} heads of a group share a tile{keys}, by {packer.plan}",)
+    splits = splitter.count(batch, seqlen_q, seqlen_k)
+    if splits > 1:
+        sentences.append(f"few query rows: {splits} CTAs share the keys of a query tile, by {splitter.plan}")
     return tuple(sentences)
 
 
@@ -430,7 +456,8 @@ def decide(
     backward = None
     if needs_grad(q, k, v):
         backward = dispatch.choose(backward_of(problem, options.return_lse), options.backend)
-    sharing = () if is_empty(q, k) else _sharing(decision, options.backend, q.shape[0], q.shape[1], k.shape[1])
+    sizes = (q.shape[0], q.shape[1], k.shape[1])
+    sharing = () if is_empty(q, k) else _sharing(decision, options.backend, q.device, sizes)
     return replace(decision, copies=scale_copy(options.scale) + decision.copies, sharing=sharing, backward=backward)
 
 
@@ -446,6 +473,7 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
         decision.plan.lse,
         Splitter(decision, q.device),
         group_rows(decision, options.backend, q.device),
+        Splitter(decision, q.device, packs=True),
     )
     return Call(forward, default_scale(problem.head_dim), options.return_lse, backwards)
 

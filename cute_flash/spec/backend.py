@@ -30,6 +30,9 @@ A backend may offer a second forward for calls whose query tiles are too few to 
 o_partial     (splits, batch, heads_q, seqlen_q, Plan.head_dim_v) float32, scratch
 state_partial (splits, batch, heads_q, seqlen_q, 2) float32, scratch: a row's maximum and total in each split
 
+and a third one of the same kind for calls whose rows, of all query heads of a group together, fit one query tile (see
+`pack`); `splits` may be 1 there.
+
 A backward may want scratch (see `scratch`): its kernel takes (elements,) float32, as it comes, as the last operand.
 
 lse is None where Plan.lse is False, dlse where Plan.lse_grad is False. The office never calls a kernel with an empty
@@ -68,6 +71,10 @@ class Backend(Protocol):
 
     def scratch(self, plan: Plan) -> ScratchRule | None:
         """What the plan's kernel wants beside its operands; None: it takes no such operand."""
+        ...
+
+    def pack(self, plan: Plan) -> Plan | None:
+        """A split plan whose query tiles hold the rows of all query heads of a group; None where there is none."""
         ...
 
     def build(self, plan: Plan) -> Callable[..., Any]:

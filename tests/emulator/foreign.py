@@ -17,7 +17,9 @@ def fake(dtype, rank: int, align: int = 16):
 
 
 @functools.lru_cache(None)
-def fa4_forward(arch: str, head_dim: int, causal: bool, group: int = 1, two_cta: bool = False):
+def fa4_forward(
+    arch: str, head_dim: int, causal: bool, group: int = 1, two_cta: bool = False, head_dim_v: int | None = None
+):
     """-> compiled function of (q, k, v, out, lse, scale); emulation for `arch` must be on."""
     import cutlass.cute as cute
     from cutlass import BFloat16, Float32
@@ -32,7 +34,7 @@ def fa4_forward(arch: str, head_dim: int, causal: bool, group: int = 1, two_cta:
         args = [*head, None, AuxData(None, None), None, None, stream]
         tail = [None, AuxData(None, None), None, None]
     else:
-        kernel = _fa4_blackwell(head_dim, causal, group, two_cta)
+        kernel = _fa4_blackwell((head_dim, head_dim_v or head_dim), causal, group, two_cta)
         args = [*head, None, None, AuxData(None, None), *[None] * 8, stream]
         tail = [None, None, AuxData(None, None), *[None] * 8]
     with warnings.catch_warnings():
@@ -52,11 +54,11 @@ def _fa4_hopper(head_dim: int, causal: bool, group: int):
     )  # fmt: skip
 
 
-def _fa4_blackwell(head_dim: int, causal: bool, group: int, two_cta: bool):
+def _fa4_blackwell(head_dims: tuple[int, int], causal: bool, group: int, two_cta: bool):
     from flash_attn.cute.flash_fwd_sm100 import FlashAttentionForwardSm100
 
     return FlashAttentionForwardSm100(
-        head_dim, head_dim, qhead_per_kvhead=group, is_causal=causal, is_local=False, is_split_kv=False, pack_gqa=False,
+        *head_dims, qhead_per_kvhead=group, is_causal=causal, is_local=False, is_split_kv=False, pack_gqa=False,
         m_block_size=128, n_block_size=128, q_stage=2, is_static_persistent=not causal, use_2cta_instrs=two_cta,
     )  # fmt: skip
 

@@ -255,6 +255,19 @@ def test_tmem_store_needs_its_wait():
         run(body, np.zeros(32, np.uint32))
 
 
+def test_one_kernel_names_one_cta_group():
+    with pytest.raises(IllegalInstruction, match="mixes cta_group::1 and cta_group::2"):
+        run(TMEM + FREE.replace("group::1", "group::2"), np.zeros(32, np.uint32))
+
+
+def test_tmem_of_a_pair_is_allocated_by_both_or_not_at_all():
+    both = (TMEM + FREE).replace("group::1", "group::2")
+    run(both, np.zeros(32, np.uint32), grid=2, cluster=2)
+    only_even = "mov.u32 %r30, %cluster_ctarank; setp.eq.u32 %p1, %r30, 0; @!%p1 bra END;" + both + "END:"
+    with pytest.raises(Deadlock, match="other CTA of its pair"):
+        run(only_even, np.zeros(32, np.uint32), grid=2, cluster=2)
+
+
 def test_tmem_left_allocated():
     with pytest.raises(IllegalInstruction, match="still allocated"):
         run(TMEM, np.zeros(32, np.uint32))

@@ -40,7 +40,8 @@ COMMON = [plan((128, 128), CAUSAL), plan((64, 64), FULL, (10, 3))]
 PLAIN = [plan(dims, mask, *each) for dims in PAIRS for mask in (FULL, CAUSAL) for each in VARIANTS]
 BOUNDED = [*rotated(itertools.product(WINDOWS, (False, True))), *rotated(((FULL, True), (CAUSAL, True)))]
 SPLIT = [BACKEND.split(each) for each in rotated(((FULL, False), (CAUSAL, False)))]
-EVERY = [*PLAIN, *BOUNDED, *SPLIT]
+PACKED = [BACKEND.pack(each) for each in rotated(((FULL, False), (CAUSAL, False)))]
+EVERY = [*PLAIN, *BOUNDED, *SPLIT, *PACKED]
 
 
 def every_plan():

@@ -131,6 +131,15 @@ def test_plans_that_run_instead_where_query_rows_are_few_are_named(simulated, ca
     )
 
 
+def test_packed_query_rows_are_named(simulated):
+    simulated((10, 0))
+    packed = explain(*few_rows(5, 1000, heads_kv=2, group=3), causal=True)
+    plan = packed.backend.pack(packed.plan)
+    assert packed.sharing == (f"few query rows: the 3 heads of a group share a tile and 8 CTAs its keys, by {plan}",)
+    many = explain(*few_rows(43, 1000, heads_kv=2, group=3), causal=True)  # 129 rows of a group
+    assert all("share the keys" in sentence and sentence.endswith(" split") for sentence in many.sharing)
+
+
 def test_where_nothing_is_shared_nothing_is_said_of_it(simulated):
     simulated((9, 0))
     for inputs in (few_rows(5, 128), few_rows(4096, 4096, heads_kv=16), few_rows(0, 1000), few_rows(1, 0, group=2)):
@@ -141,7 +150,7 @@ def test_where_nothing_is_shared_nothing_is_said_of_it(simulated):
 
 
 class SharingBackend(FakeBackend):
-    """Splits keys, as a plain plan's backend does."""
+    """Splits keys, and packs the rows of a group, as a plain plan's backend may."""
 
     def plan(self, problem):
         return replace(super().plan(problem), tile=Tile(128, 64))
@@ -149,9 +158,19 @@ class SharingBackend(FakeBackend):
     def split(self, plan):
         return replace(plan, variant="split") if plan.plain else None
 
+    def pack(self, plan):
+        return replace(plan, variant="packed") if plan.plain else None
+
 
 @pytest.mark.parametrize(
-    "inputs", [few_rows(5, 1000), few_rows(1, 1000, heads_kv=2, group=3), few_rows(1, 100, group=2)]
+    "inputs",
+    [
+        few_rows(5, 1000),
+        few_rows(1, 1000, heads_kv=2, group=3),
+        few_rows(1, 100, group=2),
+        few_rows(42, 1000, heads_kv=2, group=3),
+        few_rows(43, 1000, heads_kv=2, group=3),
+    ],
 )
 def test_what_explain_says_of_few_query_rows_is_what_runs(simulated, backends, inputs):
     simulated((9, 0))
@@ -160,4 +179,5 @@ def test_what_explain_says_of_few_query_rows_is_what_runs(simulated, backends, i
     attention(*inputs)
     assert len(decision.sharing) == len({sentence.split(", by ")[1] for sentence in decision.sharing}) > 0
     assert {str(plan) for plan in backend.built} >= {sentence.split(", by ")[1] for sentence in decision.sharing}
-    assert ("split" in {plan.variant for plan in backend.built}) == any("CTAs" in said for said in decision.sharing)
+    shared = bool({"split", "packed"} & {plan.variant for plan in backend.built})
+    assert shared == any("CTAs" in said for said in decision.sharing)

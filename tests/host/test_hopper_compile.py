@@ -45,7 +45,7 @@ def compile_and_report(backend, chosen: Plan, capfd, record_property) -> None:
     text = re.sub(r"\x1b\[[0-9;]*m", "", captured.out + captured.err)
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", text)]
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", text)]
-    record_property("registers", f"{chosen}: {registers}")
+    record_property("compiled", (str(chosen), max(registers, default=0), max(spills, default="")))
     assert registers, "ptxas reported nothing"
     assert spills and max(spills) <= allowed_spill(chosen), f"{chosen} spills: {spills} bytes"
     assert "C75" not in text, f"{chosen}: wgmma is serialised"
