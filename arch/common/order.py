@@ -9,6 +9,18 @@ from cutlass import Int32
 L2_SECTION_BYTES = 32 * 1024 * 1024  # K and V of the heads worked on together should stay in L2 (50-60 MB on Hopper)
 
 
+class Sizes(NamedTuple):
+    """Of a call: what no kernel is compiled for."""
+
+    batch: Int32
+    heads_q: Int32
+    heads_kv: Int32
+    seqlen_q: Int32
+    seqlen_k: Int32
+    left: Int32 | None = None  # of a window
+    right: Int32 | None = None
+
+
 class WorkTile(NamedTuple):
     m_block: Int32
     head: Int32  # of q

@@ -18,6 +18,7 @@ from cute_flash.spec.plan import Plan
 
 from ..common import delta
 from ..common.numeric import LOG2_E
+from ..common.order import Sizes
 from .grad import convert
 from .grad.entry import BoundedEntry, PlainEntry
 from .grad.epilogue import GradientRoom, add_dq, hand_over_dq, store_rows
@@ -34,7 +35,7 @@ from .grad.pipeline import (
     backward_states,
     open_backward,
 )
-from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Sizes, Unit, backward_schedule, first_key_tile, unit_of
+from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Unit, backward_schedule, first_key_tile, unit_of
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP

@@ -10,10 +10,10 @@ from cute_flash.spec.plan import Plan
 
 from ..common import delta
 from ..common.numeric import LOG2_E
+from ..common.order import Sizes
 from .dkdv import KeyGradientsSm90
 from .dq import QueryGradientsSm90
 from .grad.entry import BoundedEntry, PlainEntry
-from .grad.schedule import Sizes
 
 
 class ApartBackwardSm90(PlainEntry):

@@ -19,13 +19,13 @@ from cute_flash.spec.plan import Plan
 from ..common.blocks import KeyTiles, key_tiles, window_tiles
 from ..common.delta import value_place
 from ..common.numeric import NEG_INF, exp2, pack_fragment
-from ..common.order import head_by_head, longest_first, tile_count
+from ..common.order import Sizes, head_by_head, longest_first, tile_count
 from .grad.epilogue import GradientRoom, store_rows
 from .grad.load import fetch, prefetch_descriptors, tile_copy
 from .grad.memory import RowLayouts, TmaSource, row_layouts, row_storage, transposed
 from .grad.mma import as_operand, issue
 from .grad.pipeline import OPERANDS_DEAD, RowPipelines, open_rows, row_states
-from .grad.schedule import Sizes, backward_schedule
+from .grad.schedule import backward_schedule
 from .grad.weights import capped_weights
 from .mask import mask_scores, mask_window
 from .mma import first_row, rows_view

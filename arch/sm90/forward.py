@@ -18,7 +18,7 @@ from cute_flash.spec.plan import Plan
 
 from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E
-from ..common.order import rounds_of
+from ..common.order import Sizes, rounds_of
 from ..common.rowstate import make_row_state
 from .epilogue import OutputRoom
 from .load import Loads, TmaSource, load_first, load_keys, load_last, tile_copy
@@ -27,7 +27,7 @@ from .mma import make_fragments
 from .pipeline import forward_states, open_forward, turn_of
 from .queue import following_unit, open_tickets, publish, ticket_states
 from .schedule import WARPGROUP
-from .units import Sizes, Units
+from .units import Units
 from .walk import MmaContext, Walk
 
 DRAW_LEAD = 3  # key tiles still to be loaded when the next unit is drawn

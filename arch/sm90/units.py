@@ -9,18 +9,8 @@ from cutlass import Int32
 from cute_flash.spec.plan import Plan
 
 from ..common.blocks import KeyTiles, key_tiles, never_none, part_of, window_tiles
-from ..common.order import WorkTile, head_by_head, longest_first, tile_count
+from ..common.order import Sizes, WorkTile, head_by_head, longest_first, tile_count
 from .queue import Ticket
-
-
-class Sizes(NamedTuple):
-    batch: Int32
-    heads_q: Int32
-    heads_kv: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
-    left: Int32 | None = None  # of a window
-    right: Int32 | None = None
 
 
 class Unit(NamedTuple):

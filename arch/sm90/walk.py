@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_flash.spec.plan import Plan
 
 from ..common.numeric import pack_fragment
+from ..common.order import Sizes
 from ..common.rowstate import RowState, reset, settle
 from .epilogue import (
     OutputRoom,
@@ -33,7 +34,7 @@ from .queue import TicketRing, receive, ticket_states
 from .schedule import forward_schedule
 from .softmax import cap_scores, finish, rescale_if_any, rescale_output, softmax_step
 from .tiles import o_apart, q_slots, rescales_first, skips_rescale
-from .units import Sizes, Unit, Units
+from .units import Unit, Units
 
 
 class MmaContext(NamedTuple):
@@ -182,16 +183,7 @@ class Walk:
         pipes.q.consumer_release(q_state)
         q_state.advance()
         wait_full(pipes.q, q_state)
-        wait_full(pipes.k, k_state)
-        wait_turn(context.turn, self.schedule)
-        issue_scores(self.mmas, frags, q_state.index, k_state.index)
-        if cutlass.const_expr(self.rescales_first):
-            self.rescale(frags, context)
-        wait_full(pipes.v, v_state)
-        issue_output(self.mmas, frags, v_state.index)
-        pass_turn(context.turn, self.schedule)
-        warpgroup.wait_group(1)
-        pipes.k.consumer_release(k_state)
+        self.issue_both(context, (q_state, k_state, v_state))
         k_state.advance()
         settle(context.state, context.done)
         reset(context.state)
@@ -259,6 +251,20 @@ class Walk:
         """`place`: (row_start, key_tile, the unit's first key tile)."""
         pipes, frags = context.pipes, context.frags
         q_state, k_state, v_state = states
+        self.issue_both(context, (q_state, k_state, v_state))
+        self.release_q_after(pipes, q_state, place)
+        self.probabilities(context, place[0], place[1], masked)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+        pack_fragment(frags.s, frags.p_packed, self.dtype)
+        if cutlass.const_expr(not self.rescales_first):
+            self.rescale(frags, context)
+
+    @cute.jit
+    def issue_both(self, context: MmaContext, states: tuple):
+        """Scores of a key tile and P V of the one before; afterwards the scores are there and P V is in flight."""
+        pipes, frags = context.pipes, context.frags
+        q_state, k_state, v_state = states
         wait_full(pipes.k, k_state)
         wait_turn(context.turn, self.schedule)
         issue_scores(self.mmas, frags, q_state.index, k_state.index)
@@ -269,13 +275,6 @@ class Walk:
         pass_turn(context.turn, self.schedule)
         warpgroup.wait_group(1)
         pipes.k.consumer_release(k_state)
-        self.release_q_after(pipes, q_state, place)
-        self.probabilities(context, place[0], place[1], masked)
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
-        pack_fragment(frags.s, frags.p_packed, self.dtype)
-        if cutlass.const_expr(not self.rescales_first):
-            self.rescale(frags, context)
 
     @cute.jit
     def rescale(self, frags: Fragments, context: MmaContext):

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ...common.blocks import RowTiles, row_tiles
-from ...common.order import head_by_head, longest_first
+from ...common.order import Sizes, head_by_head, longest_first
 from ..schedule import BUDGETS, Schedule
 
 LOAD_WARP, FIRST_ADD_WARP = 0, 1
@@ -21,16 +21,6 @@ LOAD_WARP, FIRST_ADD_WARP = 0, 1
 def backward_schedule(warpgroups: int) -> Schedule:
     load, mma = BUDGETS[warpgroups]
     return Schedule(warpgroups, load, mma, ping_pong=False)
-
-
-class Sizes(NamedTuple):
-    batch: Int32
-    heads_q: Int32
-    heads_kv: Int32
-    seqlen_q: Int32
-    seqlen_k: Int32
-    left: Int32 | None = None  # of a window
-    right: Int32 | None = None
 
 
 class Unit(NamedTuple):
