@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipelines
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
@@ -21,25 +21,42 @@ from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .grad import convert
 from .grad.entry import BoundedEntry, PlainEntry
-from .grad.epilogue import GradientRoom, add_dq, hand_over_dq, store_rows
+from .grad.epilogue import GradientRoom, add_direct, add_dq, hand_over_dq, store_rows
 from .grad.load import Feed, load_role, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
-from .grad.memory import BackwardLayouts, TmaSource, backward_layouts, backward_storage
-from .grad.mma import Accumulators, BackwardMmas, Operands, as_operand, issue, make_accumulators, make_operands
+from .grad.memory import DS_SLOTS, BackwardLayouts, TmaSource, backward_layouts, backward_storage
+from .grad.mma import (
+    Accumulators,
+    BackwardMmas,
+    Operands,
+    as_operand,
+    block_of,
+    issue,
+    make_accumulators,
+    make_operands,
+    make_query_accumulator,
+    make_query_operands,
+    part_of,
+)
 from .grad.pipeline import (
     DQ_EMPTY,
     DQ_THREADS,
-    DS_STORED,
+    KEYS_DEAD,
     OPERANDS_DEAD,
     BackwardPipelines,
     backward_states,
     open_backward,
 )
-from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Unit, backward_schedule, first_key_tile, unit_of
-from .grad.weights import capped_probabilities, probabilities, score_gradients
+from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Unit, first_key_tile, fused_schedule, unit_of
+from .grad.weights import (
+    capped_probabilities,
+    exponentials,
+    score_gradients,
+    weights_and_gradients,
+)
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .tiles import dq_width
+from .tiles import DQ_DIRECT
 
 
 class Sources(NamedTuple):
@@ -61,7 +78,6 @@ class MmaContext(NamedTuple):
     acc: Accumulators
     s_rows: cute.Tensor  # (2 * tile_m, stages)
     s_ds: cute.Tensor  # (tile_m, tile_n, slots)
-    s_dq: cute.Tensor  # (elements, warpgroups)
     factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
     thread: Int32  # among the MMA threads
     key_start: Int32
@@ -77,10 +93,11 @@ class BackwardSm90(PlainEntry):
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
-        self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
+        self.direct = plan.variant == DQ_DIRECT
         self.deterministic = plan.deterministic
-        self.width_dq = dq_width(plan.head_dim, plan.tile)
+        self.width_dq = plan.head_dim
         self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype)
+        self.schedule = fused_schedule(self.mmas.dq_columns)
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
@@ -108,7 +125,7 @@ class BackwardSm90(PlainEntry):
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
-        parts = self.schedule.mma_warpgroups if self.deterministic else 0
+        parts = self.mmas.dq_parts if self.deterministic else 0
         scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts)
         delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v).launch(
             grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
@@ -125,7 +142,7 @@ class BackwardSm90(PlainEntry):
         )
         shape = (tile.tile_m, self.mmas.dq_columns)
         convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
-            grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream
+            grid=by_row_tile, block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -150,7 +167,7 @@ class BackwardSm90(PlainEntry):
         s_k, s_v = room(storage.k, layouts.k), room(storage.v, layouts.v)
         s_q, s_do, s_ds = room(storage.q, layouts.q), room(storage.do, layouts.do), room(storage.ds, layouts.ds)
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
-        parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, schedule.mma_warpgroups)
+        parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, self.mmas.dq_parts)
         s_dq = storage.dq.get_tensor(cute.make_layout(parts))
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
 
@@ -168,17 +185,19 @@ class BackwardSm90(PlainEntry):
                     s_rows=s_rows,
                 )
                 load_role(pipes, feed, unit, tile.stages)
-            elif warp_index < FIRST_ADD_WARP + schedule.mma_warpgroups:
+            elif not self.direct and warp_index < FIRST_ADD_WARP + self.mmas.dq_parts:
                 self.add_role(s_dq, scratch, unit, warp_index - FIRST_ADD_WARP, sizes)
+        elif warp_index >= 4 + schedule.mma_warps:
+            cute.arch.setmaxregister_decrease(schedule.dq_registers)
+            self.dq_role(pipes, make_query_operands(self.mmas, s_ds, s_k), s_dq, unit, scratch)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             context = MmaContext(
                 pipes=pipes,
-                ops=make_operands(self.mmas, (s_k, s_v, s_q, s_do, s_ds), warp_index // 4 - 1),
+                ops=make_operands(self.mmas, (s_k, s_v, s_q, s_do), warp_index // 4 - 1),
                 acc=make_accumulators(self.mmas),
                 s_rows=s_rows,
                 s_ds=s_ds,
-                s_dq=s_dq,
                 factors=factors,
                 thread=thread - WARPGROUP,
                 key_start=unit.key_block * tile.tile_n,
@@ -219,9 +238,9 @@ class BackwardSm90(PlainEntry):
             wait_full(pipes.k, k_state)
             wait_full(pipes.v, v_state)
             at = tiles.first
-            for step in cutlass.range(steps, unroll=1):
+            for _ in cutlass.range(steps, unroll=1):
                 masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
-                self.step(context, q_state, do_state, (at, step % 2, masked))
+                self.step(context, (q_state, do_state), at, masked)
                 q_state.advance()
                 do_state.advance()
                 at += 1
@@ -229,19 +248,14 @@ class BackwardSm90(PlainEntry):
                     at = tiles.first
 
     @cute.jit
-    def step(self, context: MmaContext, q_state, do_state, turn: tuple):
-        """One query tile. `turn`: (tile, slot of dS, is it masked).
-
-        P is formed under dP, and dQ leaves under dK. dV is issued when dS is done: before, its matmuls would stand in
-        the way of dS in the warp's order while the tensor cores work for another warpgroup.
-        """
+    def step(self, context: MmaContext, states: tuple, at: Int32, masked):
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
-        at, ds_slot, masked = turn
+        q_state, do_state = states
+        ds_state = pipelines.PipelineState(self.tile.stages, q_state.count, q_state.index, q_state.phase ^ 1)
         wait_full(pipes.q, q_state)
-        q, do = ops.q[None, None, None, q_state.index], ops.do[None, None, None, do_state.index]
-        issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], q, False)
+        issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], ops.q[None, None, None, q_state.index], False)
         wait_full(pipes.do, do_state)
-        issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], do, False)
+        self.issue_dp(ops, acc, do_state, 0)
         warpgroup.wait_group(1)
         if masked:
             place = (at * self.tile.tile_m, context.key_start)
@@ -250,32 +264,90 @@ class BackwardSm90(PlainEntry):
         if cutlass.const_expr(self.softcap):
             capped_probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors, self.kind)
         else:
-            probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.kind)
-        warpgroup.wait_group(0)
-        score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
-        self.store_ds(acc, context.s_ds[None, None, ds_slot], thread)
+            exponentials(acc.s, rows[None, 0], thread, context.factors[0], self.kind)
+        for part in cutlass.range_constexpr(self.mmas.dp_parts):
+            warpgroup.wait_group(0)
+            self.form_gradients(acc, rows[None, 1], thread, part)
+            if cutlass.const_expr(part + 1 < self.mmas.dp_parts):
+                self.issue_dp(ops, acc, do_state, part + 1)
+        pipes.ds.producer_acquire(ds_state)
+        self.store_ds(acc.ds_packed, context.s_ds[None, None, ds_state.index], thread)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            pipes.ds.producer_commit(ds_state)
         do_columns = ops.do_columns[None, None, None, do_state.index]
         issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
-        ds, k_columns = ops.ds[None, None, None, ds_slot], ops.k_columns[None, None, None, 0]
-        issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
-        warpgroup.wait_group(1)
-        pipes.do.consumer_release(do_state)
         q_columns = ops.q_columns[None, None, None, q_state.index]
         issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
         warpgroup.wait_group(1)
-        hand_over_dq(acc.dq, context.s_dq, thread)
+        pipes.do.consumer_release(do_state)
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
 
-    def store_ds(self, acc: Accumulators, s_ds: cute.Tensor, thread: Int32):
-        """This warpgroup's keys of dS^T, by stmatrix. s_ds: (tile_m, tile_n)."""
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, self.mmas.scores()).get_slice(thread)
-        by_keys = cute.make_tensor(s_ds.iterator, cute.select(s_ds.layout, mode=[1, 0]))
-        rounded = cute.make_tensor(cute.recast_ptr(acc.ds_packed.iterator, dtype=self.dtype), acc.s.layout)
-        cute.copy(atom, copy.retile(rounded), copy.partition_D(by_keys))
+    def issue_dp(self, ops: Operands, acc: Accumulators, do_state, part: int):
+        issue(self.mmas.gradients(), acc.dp, ops.v[None, None, None, 0], block_of(ops.do, part, do_state.index), False)
+
+    def form_gradients(self, acc: Accumulators, delta: cute.Tensor, thread: Int32, part: int):
+        """Of one part of the columns: dS, and P where it is not there yet, rounded."""
+        parts = self.mmas.dp_parts
+        weights, p_packed, ds_packed = (part_of(t, part, parts) for t in (acc.s, acc.p_packed, acc.ds_packed))
+        mine = cute.local_tile(delta, (self.tile.tile_m // parts,), (part,))
+        if cutlass.const_expr(self.softcap):
+            score_gradients(weights, acc.dp, ds_packed, mine, thread, self.kind)
+        else:
+            weights_and_gradients(weights, acc.dp, (p_packed, ds_packed), mine, thread, self.kind)
+
+    @cute.jit
+    def dq_role(self, pipes: BackwardPipelines, ops, s_dq: cute.Tensor, unit: Unit, scratch):
+        """A warpgroup of its own: dQ = dS K of each query tile, a part after the other."""
+        thread, _, _ = cute.arch.thread_idx()
+        thread = thread % WARPGROUP
+        steps, parts = unit.tiles.count * unit.group, self.mmas.dq_parts
+        k_state, _, _, _ = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        ds_state = pipelines.make_pipeline_state(pipelines.PipelineUserType.Consumer, DS_SLOTS)
+        dq = make_query_accumulator(self.mmas)
+        if steps > 0:
+            wait_full(pipes.k, k_state)
+            at, head = unit.tiles.first, unit.head_first
+            for _ in cutlass.range(steps, unroll=1):
+                pipes.ds.consumer_wait(ds_state)
+                for part in cutlass.range_constexpr(parts):
+                    row, column = (part, 0) if cutlass.const_expr(self.mmas.dq_by_rows) else (0, part)
+                    ds, k = block_of(ops.ds, row, ds_state.index), block_of(ops.k_columns, column, 0)
+                    issue(self.mmas.dq(), dq, ds, k, False)
+                    warpgroup.wait_group(0)
+                    if cutlass.const_expr(part == parts - 1):
+                        with cute.arch.elect_one():
+                            pipes.ds.consumer_release(ds_state)
+                    if cutlass.const_expr(self.direct):
+                        parts_of_tile = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
+                        add_direct(dq, parts_of_tile[None, part], thread)
+                    else:
+                        hand_over_dq(dq, s_dq, Int32(part), thread)
+                ds_state.advance()
+                at += 1
+                if at == unit.tiles.last:
+                    at = unit.tiles.first
+                    head += 1
+        cute.arch.barrier_arrive(barrier_id=KEYS_DEAD, number_of_threads=self.schedule.mma_threads + WARPGROUP)
+
+    def store_ds(self, packed: cute.Tensor, s_ds: cute.Tensor, thread: Int32):
+        """This warpgroup's keys of dS^T, by stmatrix. s_ds: (tile_m, tile_n).
+
+        Within 64 queries the addresses differ from the first by an exclusive or: a register for each would not fit.
+        """
+        lane = thread % 32
+        key = thread // 32 * 16 + lane % 16
+        plain = cute.domain_offset((lane // 16 * 8, key), s_ds).iterator.toint()
+        first = plain ^ (plain >> 3 & 0x70)  # the 128-byte swizzle
+        for block in range(self.tile.tile_m // 16):
+            beyond = cute.crd2idx((block // 4 * 64, 0), s_ds.layout) * 2
+            words = [packed[4 * block + word] for word in range(4)]
+            cute.arch.inline_ptx(
+                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[(first ^ (block % 4 * 32)) + beyond, *words],
+            )
 
     @cute.jit
     def leave(self, acc: Accumulators, rooms: tuple, unit: Unit, thread: Int32, scale: Float32):
@@ -285,6 +357,7 @@ class BackwardSm90(PlainEntry):
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         place = (unit.key_block * self.schedule.mma_warpgroups + group, unit.head_kv, unit.batch)
         store_rows(acc.dv, dv_room, place, thread, self.width_v)
+        cute.arch.barrier(barrier_id=KEYS_DEAD, number_of_threads=self.schedule.mma_threads + WARPGROUP)
         acc.dk.store(acc.dk.load() * scale)
         store_rows(acc.dk, dk_room, place, thread, self.width_qk)
         if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:

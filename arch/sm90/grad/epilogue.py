@@ -58,12 +58,11 @@ def _issue_store(room: GradientRoom, mine: cute.Tensor, rows: cute.Tensor, threa
 
 
 @cute.jit
-def hand_over_dq(dq: cute.Tensor, parts: cute.Tensor, thread: Int32):
-    """A warpgroup's accumulators into its part of shared memory, once that has been read.
+def hand_over_dq(dq: cute.Tensor, parts: cute.Tensor, group: Int32, thread: Int32):
+    """A warpgroup's accumulators into a part of shared memory, once that has been read.
 
-    parts: (elements, warpgroups).
+    parts: (elements, parts), `group`: which.
     """
-    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     cute.arch.barrier(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
     registers = cute.size(dq)
     part = cute.make_tensor(parts[None, group].iterator.align(16), dq_chunks(registers))
@@ -125,3 +124,15 @@ def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, more: bool, orde
         cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
     if cutlass.const_expr(turns is not None):
         _pass_on(turns, group)
+
+
+def add_direct(dq: cute.Tensor, sums: cute.Tensor, thread: Int32):
+    """A warpgroup's accumulators added to a part of dQ in global memory, 16 bytes a lane. sums: (elements,)."""
+    registers = cute.size(dq)
+    mine = cute.make_tensor(sums.iterator, dq_chunks(registers))[None, None, thread]
+    for chunk in range(registers // 4):
+        words = [dq[4 * chunk + i] for i in range(4)]
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[mine[None, chunk].iterator.toint(), *words],
+        )

@@ -82,6 +82,7 @@ def backward_storage(layouts: BackwardLayouts, tile: Tile, width_dq: int, dtype:
         v_barriers: cute.struct.MemRange[Int64, 2]
         q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
         do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
+        ds_barriers: cute.struct.MemRange[Int64, 2 * DS_SLOTS]
         k: room(layouts.k, layouts.dk)
         v: room(layouts.v, layouts.dv)
         q: room(layouts.q)
