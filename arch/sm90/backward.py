@@ -169,7 +169,7 @@ class BackwardSm90(PlainEntry):
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
         parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, self.mmas.dq_parts)
         s_dq = storage.dq.get_tensor(cute.make_layout(parts))
-        pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
+        pipes = open_backward(storage, layouts, tile, self.dtype, schedule, ds=True)
 
         unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
         if warp_index < 4:
