@@ -19,12 +19,21 @@ from cute_flash.spec.plan import Plan
 from ..common import delta
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
+from .epilogue import store_direct
 from .grad import convert
 from .grad.entry import BoundedEntry, PlainEntry
-from .grad.epilogue import GradientRoom, add_direct, add_dq, hand_over_dq, store_rows
-from .grad.load import Feed, load_role, prefetch_descriptors, tile_copy
+from .grad.epilogue import add_direct, add_dq, hand_over_dq
+from .grad.load import Feed, feed_unit, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
-from .grad.memory import DS_SLOTS, BackwardLayouts, TmaSource, backward_layouts, backward_storage
+from .grad.memory import (
+    DS_SLOTS,
+    TICKET_SLOTS,
+    TICKET_WORDS,
+    BackwardLayouts,
+    TmaSource,
+    backward_layouts,
+    backward_storage,
+)
 from .grad.mma import (
     Accumulators,
     BackwardMmas,
@@ -39,15 +48,12 @@ from .grad.mma import (
     part_of,
 )
 from .grad.pipeline import (
-    DQ_EMPTY,
-    DQ_THREADS,
-    KEYS_DEAD,
-    OPERANDS_DEAD,
     BackwardPipelines,
     backward_states,
     open_backward,
 )
-from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Unit, first_key_tile, fused_schedule, unit_of
+from .grad.queue import UnitRing, announce, draw, open_units, receive, unit_states
+from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Unit, first_key_tile, fused_schedule, unit_count
 from .grad.weights import (
     capped_probabilities,
     exponentials,
@@ -66,8 +72,6 @@ class Sources(NamedTuple):
     k: TmaSource
     v: TmaSource
     do: TmaSource
-    dk: TmaSource
-    dv: TmaSource
 
 
 class MmaContext(NamedTuple):
@@ -80,7 +84,6 @@ class MmaContext(NamedTuple):
     s_ds: cute.Tensor  # (tile_m, tile_n, slots)
     factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
     thread: Int32  # among the MMA threads
-    key_start: Int32
     seqlens: tuple
     bounds: tuple  # (left, right) of a window
 
@@ -94,7 +97,7 @@ class BackwardSm90(PlainEntry):
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.direct = plan.variant == DQ_DIRECT
-        self.deterministic = plan.deterministic
+        self.deterministic, self.max_ctas = plan.deterministic, plan.ctas
         self.width_dq = plan.head_dim
         self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype)
         self.schedule = fused_schedule(self.mmas.dq_columns)
@@ -107,20 +110,18 @@ class BackwardSm90(PlainEntry):
         scale, left, right, softcap = numbers
         tile, widths = self.tile, (self.width_qk, self.width_v, self.width_dq)
         layouts = backward_layouts(tile, widths, self.mmas.dq_columns, self.dtype)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        op = cpasync.CopyBulkTensorTileG2SOp()
 
-        def source(op, tensor, layout, rows, width):
+        def source(tensor, layout, rows, width):
             view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
             box = cute.slice_(layout, (None, None, 0))
             return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (rows, width)))
 
         sources = Sources(
-            q=source(load, q, layouts.q, tile.tile_m, self.width_qk),
-            k=source(load, k, layouts.k, tile.tile_n, self.width_dq),
-            v=source(load, v, layouts.v, tile.tile_n, self.width_v),
-            do=source(load, do, layouts.do, tile.tile_m, self.width_v),
-            dk=source(store, dk, layouts.dk, ROWS_PER_WARPGROUP, self.width_qk),
-            dv=source(store, dv, layouts.dv, ROWS_PER_WARPGROUP, self.width_v),
+            q=source(q, layouts.q, tile.tile_m, self.width_qk),
+            k=source(k, layouts.k, tile.tile_n, self.width_dq),
+            v=source(v, layouts.v, tile.tile_n, self.width_v),
+            do=source(do, layouts.do, tile.tile_m, self.width_v),
         )
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
@@ -133,9 +134,8 @@ class BackwardSm90(PlainEntry):
         factors = (scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
-        key_blocks = cute.ceil_div(sizes.seqlen_k, tile.tile_n)
-        self.kernel(sources, scratch, scale, factors, sizes, layouts).launch(
-            grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1),
+        self.kernel(sources, (scratch, dk, dv), scale, factors, sizes, layouts).launch(
+            grid=(cutlass.min(unit_count(sizes, tile), self.max_ctas), 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
@@ -149,13 +149,14 @@ class BackwardSm90(PlainEntry):
     def kernel(
         self,
         sources: Sources,
-        scratch: delta.Scratch,
+        results: tuple,  # (scratch, dk, dv)
         scale: Float32,
         factors: tuple,
         sizes: Sizes,
         layouts: BackwardLayouts,
     ):
         tile, schedule = self.tile, self.schedule
+        scratch, dk, dv = results
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         prefetch_descriptors(warp_index, (sources.k, sources.q, sources.v, sources.do))
@@ -169,27 +170,21 @@ class BackwardSm90(PlainEntry):
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
         parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, self.mmas.dq_parts)
         s_dq = storage.dq.get_tensor(cute.make_layout(parts))
+        words = storage.units.get_tensor(cute.make_layout((TICKET_WORDS, TICKET_SLOTS)))
+        receivers = schedule.mma_warps + WARPGROUP // 32 + (0 if self.direct else self.mmas.dq_parts)
+        group = sizes.heads_q // sizes.heads_kv
+        units = open_units(storage.unit_barriers.data_ptr(), words, receivers, group)
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule, ds=True)
 
-        unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp_index == LOAD_WARP:
-                boxes = (tile.tile_m, self.width_qk), (tile.tile_m, self.width_v)
-                feed = Feed(
-                    k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_dq), unit.batch),
-                    v=tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), unit.batch),
-                    q=tile_copy(sources.q, s_q, boxes[0], unit.batch),
-                    do=tile_copy(sources.do, s_do, boxes[1], unit.batch),
-                    row_values=scratch.rows[None, None, None, unit.batch],
-                    s_rows=s_rows,
-                )
-                load_role(pipes, feed, unit, tile.stages)
+                self.load_role(pipes, units, (sources, scratch), (s_k, s_v, s_q, s_do, s_rows), sizes)
             elif not self.direct and warp_index < FIRST_ADD_WARP + self.mmas.dq_parts:
-                self.add_role(s_dq, scratch, unit, warp_index - FIRST_ADD_WARP, sizes)
+                self.add_role(s_dq, scratch, units, warp_index - FIRST_ADD_WARP, sizes)
         elif warp_index >= 4 + schedule.mma_warps:
             cute.arch.setmaxregister_decrease(schedule.dq_registers)
-            self.dq_role(pipes, make_query_operands(self.mmas, s_ds, s_k), s_dq, unit, scratch)
+            self.dq_role(pipes, make_query_operands(self.mmas, s_ds, s_k), s_dq, units, scratch)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             context = MmaContext(
@@ -200,55 +195,92 @@ class BackwardSm90(PlainEntry):
                 s_ds=s_ds,
                 factors=factors,
                 thread=thread - WARPGROUP,
-                key_start=unit.key_block * tile.tile_n,
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),
             )
-            self.mma_role(context, unit)
-            rooms = (
-                GradientRoom(room(storage.k, layouts.dk), sources.dk),
-                GradientRoom(room(storage.v, layouts.dv), sources.dv),
+            self.mma_role(context, units, (dk, dv), scale)
+
+    @cute.jit
+    def load_role(self, pipes: BackwardPipelines, units: UnitRing, origin: tuple, rooms: tuple, sizes: Sizes):
+        sources, scratch = origin
+        s_k, s_v, s_q, s_do, s_rows = rooms
+        tile, shape = self.tile, (self.tile, (self.width_qk, self.width_v), self.mask)
+        states = backward_states(pipelines.PipelineUserType.Producer, tile.stages)
+        ticket_state = unit_states(pipelines.PipelineUserType.Producer)
+        live, unit, ticket_state = announce(units, ticket_state, cute.arch.block_idx()[0], sizes, shape)
+        while live != 0:
+            feed = Feed(
+                k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_dq), unit.batch),
+                v=tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), unit.batch),
+                q=tile_copy(sources.q, s_q, (tile.tile_m, self.width_qk), unit.batch),
+                do=tile_copy(sources.do, s_do, (tile.tile_m, self.width_v), unit.batch),
+                row_values=scratch.rows[None, None, None, unit.batch],
+                s_rows=s_rows,
             )
-            self.leave(context.acc, rooms, unit, thread - WARPGROUP, scale)
+            states = feed_unit(pipes, states, feed, unit)
+            following = cute.arch.grid_dim()[0] + draw(scratch.counter)
+            live, unit, ticket_state = announce(units, ticket_state, following, sizes, shape)
 
     @cute.jit
-    def add_role(self, s_dq: cute.Tensor, scratch: delta.Scratch, unit: Unit, group: Int32, sizes: Sizes):
-        tiles = unit.tiles
-        if tiles.count > 0:
-            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
-        for member in cutlass.range(unit.group, unroll=1):
-            for step in cutlass.range(tiles.count, unroll=1):
-                at, head = tiles.first + step, unit.head_first + member
-                parts = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
-                more = (member + 1 < unit.group) | (step + 1 < tiles.count)
-                order = (None, 0)
-                if cutlass.const_expr(self.deterministic):
-                    first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
-                    order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
-                add_dq(s_dq, parts, group, more, order)
+    def add_role(self, s_dq: cute.Tensor, scratch: delta.Scratch, units: UnitRing, group: Int32, sizes: Sizes):
+        ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
+        live, unit, ticket_state = receive(units, ticket_state)
+        while live != 0:
+            for member in cutlass.range(unit.group, unroll=1):
+                for step in cutlass.range(unit.tiles.count, unroll=1):
+                    at, head = unit.tiles.first + step, unit.head_first + member
+                    parts = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
+                    order = (None, 0)
+                    if cutlass.const_expr(self.deterministic):
+                        first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
+                        order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
+                    add_dq(s_dq, parts, group, order)
+            live, unit, ticket_state = receive(units, ticket_state)
 
     @cute.jit
-    def mma_role(self, context: MmaContext, unit: Unit):
+    def mma_role(self, context: MmaContext, units: UnitRing, targets: tuple, scale: Float32):
+        """`targets`: (dk, dv)."""
+        acc, thread, tile_n = context.acc, context.thread, self.tile.tile_n
+        dk, dv = targets
+        states = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
+        live, unit, ticket_state = receive(units, ticket_state)
+        while live != 0:
+            states = self.through(context, states, unit)
+            row_start = unit.key_block * tile_n
+            store_direct(acc.dv, dv[unit.batch, None, unit.head_kv, None], thread, row_start, self.dtype)
+            acc.dk.store(acc.dk.load() * scale)
+            store_direct(acc.dk, dk[unit.batch, None, unit.head_kv, None], thread, row_start, self.dtype)
+            live, unit, ticket_state = receive(units, ticket_state)
+
+    @cute.jit
+    def through(self, context: MmaContext, states: tuple, unit: Unit):
+        """One unit. -> the states moved on"""
         pipes, acc = context.pipes, context.acc
-        k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        k_state, v_state, q_state, do_state = states
         acc.dk.fill(0.0)
         acc.dv.fill(0.0)
-        tiles, steps = unit.tiles, unit.tiles.count * unit.group
-        if steps > 0:
-            wait_full(pipes.k, k_state)
-            wait_full(pipes.v, v_state)
-            at = tiles.first
-            for _ in cutlass.range(steps, unroll=1):
-                masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
-                self.step(context, (q_state, do_state), at, masked)
-                q_state.advance()
-                do_state.advance()
-                at += 1
-                if at == tiles.last:
-                    at = tiles.first
+        tiles, key_start = unit.tiles, unit.key_block * self.tile.tile_n
+        wait_full(pipes.k, k_state)
+        wait_full(pipes.v, v_state)
+        at = tiles.first
+        for _ in cutlass.range(tiles.count * unit.group, unroll=1):
+            masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
+            self.step(context, (q_state, do_state), (at, key_start), masked)
+            q_state.advance()
+            do_state.advance()
+            at += 1
+            if at == tiles.last:
+                at = tiles.first
+        pipes.k.consumer_release(k_state)
+        pipes.v.consumer_release(v_state)
+        k_state.advance()
+        v_state.advance()
+        return k_state, v_state, q_state, do_state
 
     @cute.jit
-    def step(self, context: MmaContext, states: tuple, at: Int32, masked):
+    def step(self, context: MmaContext, states: tuple, turn: tuple, masked):
+        """One query tile. `turn`: (tile, first key)."""
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
         q_state, do_state = states
         ds_state = pipelines.PipelineState(self.tile.stages, q_state.count, q_state.index, q_state.phase ^ 1)
@@ -258,7 +290,8 @@ class BackwardSm90(PlainEntry):
         self.issue_dp(ops, acc, do_state, 0)
         warpgroup.wait_group(1)
         if masked:
-            place = (at * self.tile.tile_m, context.key_start)
+            at, key_start = turn
+            place = (at * self.tile.tile_m, key_start)
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
         rows = cute.local_tile(context.s_rows[None, q_state.index], (self.tile.tile_m,), (None,))  # (tile_m, 2)
         if cutlass.const_expr(self.softcap):
@@ -299,38 +332,46 @@ class BackwardSm90(PlainEntry):
             weights_and_gradients(weights, acc.dp, (p_packed, ds_packed), mine, thread, self.kind)
 
     @cute.jit
-    def dq_role(self, pipes: BackwardPipelines, ops, s_dq: cute.Tensor, unit: Unit, scratch):
+    def dq_role(self, pipes: BackwardPipelines, ops, s_dq: cute.Tensor, units: UnitRing, scratch):
         """A warpgroup of its own: dQ = dS K of each query tile, a part after the other."""
-        thread, _, _ = cute.arch.thread_idx()
-        thread = thread % WARPGROUP
-        steps, parts = unit.tiles.count * unit.group, self.mmas.dq_parts
+        ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
         k_state, _, _, _ = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
         ds_state = pipelines.make_pipeline_state(pipelines.PipelineUserType.Consumer, DS_SLOTS)
         dq = make_query_accumulator(self.mmas)
-        if steps > 0:
+        live, unit, ticket_state = receive(units, ticket_state)
+        while live != 0:
             wait_full(pipes.k, k_state)
             at, head = unit.tiles.first, unit.head_first
-            for _ in cutlass.range(steps, unroll=1):
+            for _ in cutlass.range(unit.tiles.count * unit.group, unroll=1):
                 pipes.ds.consumer_wait(ds_state)
-                for part in cutlass.range_constexpr(parts):
-                    row, column = (part, 0) if cutlass.const_expr(self.mmas.dq_by_rows) else (0, part)
-                    ds, k = block_of(ops.ds, row, ds_state.index), block_of(ops.k_columns, column, 0)
-                    issue(self.mmas.dq(), dq, ds, k, False)
-                    warpgroup.wait_group(0)
-                    if cutlass.const_expr(part == parts - 1):
-                        with cute.arch.elect_one():
-                            pipes.ds.consumer_release(ds_state)
-                    if cutlass.const_expr(self.direct):
-                        parts_of_tile = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
-                        add_direct(dq, parts_of_tile[None, part], thread)
-                    else:
-                        hand_over_dq(dq, s_dq, Int32(part), thread)
+                sums = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
+                self.make_dq(dq, ops, (pipes.ds, ds_state), s_dq, sums)
                 ds_state.advance()
                 at += 1
                 if at == unit.tiles.last:
                     at = unit.tiles.first
                     head += 1
-        cute.arch.barrier_arrive(barrier_id=KEYS_DEAD, number_of_threads=self.schedule.mma_threads + WARPGROUP)
+            pipes.k.consumer_release(k_state)
+            k_state.advance()
+            live, unit, ticket_state = receive(units, ticket_state)
+
+    @cute.jit
+    def make_dq(self, dq: cute.Tensor, ops, edge: tuple, s_dq: cute.Tensor, sums: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        pipe, state = edge
+        parts = self.mmas.dq_parts
+        for part in cutlass.range_constexpr(parts):
+            row, column = (part, 0) if cutlass.const_expr(self.mmas.dq_by_rows) else (0, part)
+            ds, k = block_of(ops.ds, row, state.index), block_of(ops.k_columns, column, 0)
+            issue(self.mmas.dq(), dq, ds, k, False)
+            warpgroup.wait_group(0)
+            if cutlass.const_expr(part == parts - 1):
+                with cute.arch.elect_one():
+                    pipe.consumer_release(state)
+            if cutlass.const_expr(self.direct):
+                add_direct(dq, sums[None, part], thread % WARPGROUP)
+            else:
+                hand_over_dq(dq, s_dq, Int32(part), thread % WARPGROUP)
 
     def store_ds(self, packed: cute.Tensor, s_ds: cute.Tensor, thread: Int32):
         """This warpgroup's keys of dS^T, by stmatrix. s_ds: (tile_m, tile_n).
@@ -348,20 +389,6 @@ class BackwardSm90(PlainEntry):
                 "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
                 read_only_args=[(first ^ (block % 4 * 32)) + beyond, *words],
             )
-
-    @cute.jit
-    def leave(self, acc: Accumulators, rooms: tuple, unit: Unit, thread: Int32, scale: Float32):
-        """dV, then dK times the scale."""
-        dk_room, dv_room = rooms
-        cute.arch.barrier(barrier_id=OPERANDS_DEAD, number_of_threads=self.schedule.mma_threads)
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        place = (unit.key_block * self.schedule.mma_warpgroups + group, unit.head_kv, unit.batch)
-        store_rows(acc.dv, dv_room, place, thread, self.width_v)
-        cute.arch.barrier(barrier_id=KEYS_DEAD, number_of_threads=self.schedule.mma_threads + WARPGROUP)
-        acc.dk.store(acc.dk.load() * scale)
-        store_rows(acc.dk, dk_room, place, thread, self.width_qk)
-        if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 class BoundedBackwardSm90(BoundedEntry, BackwardSm90):

@@ -202,9 +202,9 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
 
 def backward_scratch(plan: Plan) -> ScratchRule:
     """dQ while it is summed, where it is, then LSE and delta of every row; if in turn, a counter for both parts of a
-    tile."""
+    tile; the counter of units."""
     if plan.tile is None:
         raise ValueError(f"a plan without a tile has no scratch: {plan}")
     if plan.variant == APART:
         return ScratchRule(plan.tile.tile_m, 2)
-    return ScratchRule(plan.tile.tile_m, plan.head_dim + 2, 2 if plan.deterministic else 0)
+    return ScratchRule(plan.tile.tile_m, plan.head_dim + 2, 3 if plan.deterministic else 1)

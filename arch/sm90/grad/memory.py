@@ -1,7 +1,7 @@
 """WHERE: the shared memory of a backward CTA, and the scratch in global memory.
 
-sK      (tile_n, width_dq)             later dK, (64, width_qk, warpgroups)
-sV      (tile_n, width_v)              later dV, (64, width_v, warpgroups)
+sK      (tile_n, width_dq)
+sV      (tile_n, width_v)
 sQ      (tile_m, width_qk, stages)     ring
 sdO     (tile_m, width_v, stages)      ring
 sRows   (tile_m, 2, stages)            float32: LSE in base 2 and delta of the rows of sQ, a ring with it
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import LayoutEnum
 
@@ -25,6 +25,7 @@ from cute_flash.spec.plan import Tile
 from ..memory import SWIZZLE_ALIGN
 from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
 
+TICKET_SLOTS, TICKET_WORDS = 2, 8  # of the ring in which a CTA's next unit is announced: see queue.py
 DS_SLOTS = 2  # a warpgroup may store its next dS while another still multiplies the last one
 
 
@@ -49,22 +50,17 @@ class BackwardLayouts(NamedTuple):
     q: cute.ComposedLayout
     do: cute.ComposedLayout
     ds: cute.ComposedLayout
-    dk: cute.ComposedLayout
-    dv: cute.ComposedLayout
 
 
 def backward_layouts(tile: Tile, widths: tuple[int, int, int], dq_columns: int, dtype: type) -> BackwardLayouts:
     """`widths`: (width_qk, width_v, width_dq); dq_columns: of a warpgroup's part of dQ."""
     width_qk, width_v, width_dq = widths
-    warpgroups, rows = tile.tile_n // ROWS_PER_WARPGROUP, LayoutEnum.ROW_MAJOR
     return BackwardLayouts(
         k=row_layout(tile.tile_n, width_dq, dq_columns, 1, dtype),
         v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
         q=row_layout(tile.tile_m, width_qk, width_qk, tile.stages, dtype),
         do=row_layout(tile.tile_m, width_v, width_v, tile.stages, dtype),
         ds=hopper.make_smem_layout_a(LayoutEnum.COL_MAJOR, (tile.tile_m, width_dq, tile.tile_n), dtype, DS_SLOTS),
-        dk=hopper.make_smem_layout_epi(dtype, rows, (ROWS_PER_WARPGROUP, width_qk), warpgroups),
-        dv=hopper.make_smem_layout_epi(dtype, rows, (ROWS_PER_WARPGROUP, width_v), warpgroups),
     )
 
 
@@ -83,8 +79,10 @@ def backward_storage(layouts: BackwardLayouts, tile: Tile, width_dq: int, dtype:
         q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
         do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
         ds_barriers: cute.struct.MemRange[Int64, 2 * DS_SLOTS]
-        k: room(layouts.k, layouts.dk)
-        v: room(layouts.v, layouts.dv)
+        unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
+        units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
+        k: room(layouts.k)
+        v: room(layouts.v)
         q: room(layouts.q)
         do: room(layouts.do)
         ds: room(layouts.ds)

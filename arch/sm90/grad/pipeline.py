@@ -69,9 +69,11 @@ def ds_pipeline(barriers: cute.Pointer, mma_warps: int) -> pipelines.PipelineAsy
 def open_backward(storage, layouts, tile: Tile, dtype: type, schedule, ds: bool = False) -> BackwardPipelines:
     """layouts: BackwardLayouts or WideLayouts."""
     row_values = 2 * tile.tile_m * Float32.width // 8
-    warps = schedule.mma_warps
+    warps, k_warps = schedule.mma_warps, schedule.mma_warps
+    if ds:
+        k_warps += WARPGROUP // 32  # that make dQ
     opened = BackwardPipelines(
-        k=tma_pipeline(storage.k_barriers.data_ptr(), 1, slot_bytes(layouts.k, dtype), warps),
+        k=tma_pipeline(storage.k_barriers.data_ptr(), 1, slot_bytes(layouts.k, dtype), k_warps),
         v=tma_pipeline(storage.v_barriers.data_ptr(), 1, slot_bytes(layouts.v, dtype), warps),
         q=tma_pipeline(storage.q_barriers.data_ptr(), tile.stages, slot_bytes(layouts.q, dtype) + row_values, warps),
         do=tma_pipeline(storage.do_barriers.data_ptr(), tile.stages, slot_bytes(layouts.do, dtype), warps),
