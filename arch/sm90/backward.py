@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipelines
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
@@ -22,11 +22,10 @@ from ..common.order import Sizes
 from .epilogue import store_direct
 from .grad import convert
 from .grad.entry import BoundedEntry, PlainEntry
-from .grad.epilogue import add_direct, add_dq, hand_over_dq
+from .grad.epilogue import add_dq, hand_over_dq
 from .grad.load import Feed, feed_unit, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
 from .grad.memory import (
-    DS_SLOTS,
     TICKET_SLOTS,
     TICKET_WORDS,
     BackwardLayouts,
@@ -34,35 +33,14 @@ from .grad.memory import (
     backward_layouts,
     backward_storage,
 )
-from .grad.mma import (
-    Accumulators,
-    BackwardMmas,
-    Operands,
-    as_operand,
-    block_of,
-    issue,
-    make_accumulators,
-    make_operands,
-    make_query_accumulator,
-    make_query_operands,
-    part_of,
-)
-from .grad.pipeline import (
-    BackwardPipelines,
-    backward_states,
-    open_backward,
-)
+from .grad.mma import Accumulators, BackwardMmas, Operands, as_operand, issue, make_accumulators, make_operands
+from .grad.pipeline import DS_STORED, BackwardPipelines, backward_states, open_backward
 from .grad.queue import UnitRing, announce, draw, open_units, receive, unit_states
-from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Unit, first_key_tile, fused_schedule, unit_count
-from .grad.weights import (
-    capped_probabilities,
-    exponentials,
-    score_gradients,
-    weights_and_gradients,
-)
+from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Unit, backward_schedule, first_key_tile, unit_count
+from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .tiles import DQ_DIRECT
+from .tiles import ALTERNATE, dq_width
 
 
 class Sources(NamedTuple):
@@ -82,6 +60,7 @@ class MmaContext(NamedTuple):
     acc: Accumulators
     s_rows: cute.Tensor  # (2 * tile_m, stages)
     s_ds: cute.Tensor  # (tile_m, tile_n, slots)
+    s_dq: cute.Tensor  # (elements, parts)
     factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
     thread: Int32  # among the MMA threads
     seqlens: tuple
@@ -96,11 +75,11 @@ class BackwardSm90(PlainEntry):
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
-        self.direct = plan.variant == DQ_DIRECT
+        self.alternate = plan.variant == ALTERNATE
         self.deterministic, self.max_ctas = plan.deterministic, plan.ctas
-        self.width_dq = plan.head_dim
-        self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype)
-        self.schedule = fused_schedule(self.mmas.dq_columns)
+        self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
+        self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype, self.alternate)
+        self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
@@ -171,28 +150,26 @@ class BackwardSm90(PlainEntry):
         parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, self.mmas.dq_parts)
         s_dq = storage.dq.get_tensor(cute.make_layout(parts))
         words = storage.units.get_tensor(cute.make_layout((TICKET_WORDS, TICKET_SLOTS)))
-        receivers = schedule.mma_warps + WARPGROUP // 32 + (0 if self.direct else self.mmas.dq_parts)
+        receivers = schedule.mma_warps + self.mmas.dq_parts
         group = sizes.heads_q // sizes.heads_kv
         units = open_units(storage.unit_barriers.data_ptr(), words, receivers, group)
-        pipes = open_backward(storage, layouts, tile, self.dtype, schedule, ds=True)
+        pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp_index == LOAD_WARP:
                 self.load_role(pipes, units, (sources, scratch), (s_k, s_v, s_q, s_do, s_rows), sizes)
-            elif not self.direct and warp_index < FIRST_ADD_WARP + self.mmas.dq_parts:
+            elif warp_index < FIRST_ADD_WARP + self.mmas.dq_parts:
                 self.add_role(s_dq, scratch, units, warp_index - FIRST_ADD_WARP, sizes)
-        elif warp_index >= 4 + schedule.mma_warps:
-            cute.arch.setmaxregister_decrease(schedule.dq_registers)
-            self.dq_role(pipes, make_query_operands(self.mmas, s_ds, s_k), s_dq, units, scratch)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             context = MmaContext(
                 pipes=pipes,
-                ops=make_operands(self.mmas, (s_k, s_v, s_q, s_do), warp_index // 4 - 1),
+                ops=make_operands(self.mmas, (s_k, s_v, s_q, s_do, s_ds), warp_index // 4 - 1),
                 acc=make_accumulators(self.mmas),
                 s_rows=s_rows,
                 s_ds=s_ds,
+                s_dq=s_dq,
                 factors=factors,
                 thread=thread - WARPGROUP,
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
@@ -263,31 +240,37 @@ class BackwardSm90(PlainEntry):
         tiles, key_start = unit.tiles, unit.key_block * self.tile.tile_n
         wait_full(pipes.k, k_state)
         wait_full(pipes.v, v_state)
-        at = tiles.first
-        for _ in cutlass.range(tiles.count * unit.group, unroll=1):
+        at, left = tiles.first, tiles.count * unit.group
+        if left == 0:
+            pipes.k.consumer_release(k_state)
+            pipes.v.consumer_release(v_state)
+        for _ in cutlass.range(left, unroll=1):
             masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
-            self.step(context, (q_state, do_state), (at, key_start), masked)
+            left -= 1
+            self.step(context, (k_state, v_state, q_state, do_state), (at, key_start), masked, left == 0)
             q_state.advance()
             do_state.advance()
             at += 1
             if at == tiles.last:
                 at = tiles.first
-        pipes.k.consumer_release(k_state)
-        pipes.v.consumer_release(v_state)
         k_state.advance()
         v_state.advance()
         return k_state, v_state, q_state, do_state
 
     @cute.jit
-    def step(self, context: MmaContext, states: tuple, turn: tuple, masked):
-        """One query tile. `turn`: (tile, first key)."""
+    def step(self, context: MmaContext, states: tuple, turn: tuple, masked, last):
+        """One query tile. `turn`: (tile, first key); after the `last` one K and V are given back.
+
+        P is formed under dP, and dQ leaves under dK. dV is issued when dS is done: before, its matmuls would stand in
+        the way of dS in the warp's order while the tensor cores work for another warpgroup.
+        """
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
-        q_state, do_state = states
-        ds_state = pipelines.PipelineState(self.tile.stages, q_state.count, q_state.index, q_state.phase ^ 1)
+        k_state, v_state, q_state, do_state = states
         wait_full(pipes.q, q_state)
-        issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], ops.q[None, None, None, q_state.index], False)
+        q, do = ops.q[None, None, None, q_state.index], ops.do[None, None, None, do_state.index]
+        issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], q, False)
         wait_full(pipes.do, do_state)
-        self.issue_dp(ops, acc, do_state, 0)
+        issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], do, False)
         warpgroup.wait_group(1)
         if masked:
             at, key_start = turn
@@ -297,98 +280,52 @@ class BackwardSm90(PlainEntry):
         if cutlass.const_expr(self.softcap):
             capped_probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors, self.kind)
         else:
-            exponentials(acc.s, rows[None, 0], thread, context.factors[0], self.kind)
-        for part in cutlass.range_constexpr(self.mmas.dp_parts):
-            warpgroup.wait_group(0)
-            self.form_gradients(acc, rows[None, 1], thread, part)
-            if cutlass.const_expr(part + 1 < self.mmas.dp_parts):
-                self.issue_dp(ops, acc, do_state, part + 1)
-        pipes.ds.producer_acquire(ds_state)
-        self.store_ds(acc.ds_packed, context.s_ds[None, None, ds_state.index], thread)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            pipes.ds.producer_commit(ds_state)
+            probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.kind)
+        warpgroup.wait_group(0)
+        if last:
+            pipes.v.consumer_release(v_state)
+        score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
+        ds_slot = q_state.index
+        self.store_ds(acc, context.s_ds[None, None, ds_slot], thread)
         do_columns = ops.do_columns[None, None, None, do_state.index]
         issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
+        cute.arch.fence_view_async_shared()
+        ds, k_columns = ops.ds[None, None, None, ds_slot], ops.k_columns[None, None, None, 0]
         q_columns = ops.q_columns[None, None, None, q_state.index]
-        issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
-        warpgroup.wait_group(1)
-        pipes.do.consumer_release(do_state)
+        if cutlass.const_expr(self.alternate):
+            if cute.arch.make_warp_uniform(thread // WARPGROUP) == ds_slot:
+                cute.arch.barrier(barrier_id=DS_STORED + ds_slot, number_of_threads=self.schedule.mma_threads)
+                warpgroup.wait_group(0)
+                issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
+                warpgroup.wait_group(0)
+                hand_over_dq(acc.dq, context.s_dq, Int32(0), thread)
+            else:
+                cute.arch.barrier_arrive(barrier_id=DS_STORED + ds_slot, number_of_threads=self.schedule.mma_threads)
+                warpgroup.wait_group(0)
+            pipes.do.consumer_release(do_state)
+            if last:
+                pipes.k.consumer_release(k_state)
+            issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
+        else:
+            cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
+            issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
+            warpgroup.wait_group(1)
+            pipes.do.consumer_release(do_state)
+            issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
+            warpgroup.wait_group(1)
+            if last:
+                pipes.k.consumer_release(k_state)
+            hand_over_dq(acc.dq, context.s_dq, cute.arch.make_warp_uniform(thread // WARPGROUP), thread)
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
 
-    def issue_dp(self, ops: Operands, acc: Accumulators, do_state, part: int):
-        issue(self.mmas.gradients(), acc.dp, ops.v[None, None, None, 0], block_of(ops.do, part, do_state.index), False)
-
-    def form_gradients(self, acc: Accumulators, delta: cute.Tensor, thread: Int32, part: int):
-        """Of one part of the columns: dS, and P where it is not there yet, rounded."""
-        parts = self.mmas.dp_parts
-        weights, p_packed, ds_packed = (part_of(t, part, parts) for t in (acc.s, acc.p_packed, acc.ds_packed))
-        mine = cute.local_tile(delta, (self.tile.tile_m // parts,), (part,))
-        if cutlass.const_expr(self.softcap):
-            score_gradients(weights, acc.dp, ds_packed, mine, thread, self.kind)
-        else:
-            weights_and_gradients(weights, acc.dp, (p_packed, ds_packed), mine, thread, self.kind)
-
-    @cute.jit
-    def dq_role(self, pipes: BackwardPipelines, ops, s_dq: cute.Tensor, units: UnitRing, scratch):
-        """A warpgroup of its own: dQ = dS K of each query tile, a part after the other."""
-        ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
-        k_state, _, _, _ = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
-        ds_state = pipelines.make_pipeline_state(pipelines.PipelineUserType.Consumer, DS_SLOTS)
-        dq = make_query_accumulator(self.mmas)
-        live, unit, ticket_state = receive(units, ticket_state)
-        while live != 0:
-            wait_full(pipes.k, k_state)
-            at, head = unit.tiles.first, unit.head_first
-            for _ in cutlass.range(unit.tiles.count * unit.group, unroll=1):
-                pipes.ds.consumer_wait(ds_state)
-                sums = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
-                self.make_dq(dq, ops, (pipes.ds, ds_state), s_dq, sums)
-                ds_state.advance()
-                at += 1
-                if at == unit.tiles.last:
-                    at = unit.tiles.first
-                    head += 1
-            pipes.k.consumer_release(k_state)
-            k_state.advance()
-            live, unit, ticket_state = receive(units, ticket_state)
-
-    @cute.jit
-    def make_dq(self, dq: cute.Tensor, ops, edge: tuple, s_dq: cute.Tensor, sums: cute.Tensor):
-        thread, _, _ = cute.arch.thread_idx()
-        pipe, state = edge
-        parts = self.mmas.dq_parts
-        for part in cutlass.range_constexpr(parts):
-            row, column = (part, 0) if cutlass.const_expr(self.mmas.dq_by_rows) else (0, part)
-            ds, k = block_of(ops.ds, row, state.index), block_of(ops.k_columns, column, 0)
-            issue(self.mmas.dq(), dq, ds, k, False)
-            warpgroup.wait_group(0)
-            if cutlass.const_expr(part == parts - 1):
-                with cute.arch.elect_one():
-                    pipe.consumer_release(state)
-            if cutlass.const_expr(self.direct):
-                add_direct(dq, sums[None, part], thread % WARPGROUP)
-            else:
-                hand_over_dq(dq, s_dq, Int32(part), thread % WARPGROUP)
-
-    def store_ds(self, packed: cute.Tensor, s_ds: cute.Tensor, thread: Int32):
-        """This warpgroup's keys of dS^T, by stmatrix. s_ds: (tile_m, tile_n).
-
-        Within 64 queries the addresses differ from the first by an exclusive or: a register for each would not fit.
-        """
-        lane = thread % 32
-        key = thread // 32 * 16 + lane % 16
-        plain = cute.domain_offset((lane // 16 * 8, key), s_ds).iterator.toint()
-        first = plain ^ (plain >> 3 & 0x70)  # the 128-byte swizzle
-        for block in range(self.tile.tile_m // 16):
-            beyond = cute.crd2idx((block // 4 * 64, 0), s_ds.layout) * 2
-            words = [packed[4 * block + word] for word in range(4)]
-            cute.arch.inline_ptx(
-                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[(first ^ (block % 4 * 32)) + beyond, *words],
-            )
+    def store_ds(self, acc: Accumulators, s_ds: cute.Tensor, thread: Int32):
+        """This warpgroup's keys of dS^T, by stmatrix. s_ds: (tile_m, tile_n)."""
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, self.mmas.scores()).get_slice(thread)
+        by_keys = cute.make_tensor(s_ds.iterator, cute.select(s_ds.layout, mode=[1, 0]))
+        rounded = cute.make_tensor(cute.recast_ptr(acc.ds_packed.iterator, dtype=self.dtype), acc.s.layout)
+        cute.copy(atom, copy.retile(rounded), copy.partition_D(by_keys))
 
 
 class BoundedBackwardSm90(BoundedEntry, BackwardSm90):

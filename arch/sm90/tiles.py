@@ -145,7 +145,7 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
 
 
-DQ_DIRECT = "direct"  # its sums go to global memory from registers
+ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward take turns at dQ
 
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
@@ -181,6 +181,11 @@ def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
     return Tile(128 if width_qk + width_v <= 128 and plain else 64, 128, stages=2)
 
 
+def dq_width(width_qk: int, tile: Tile, variant: str) -> int:
+    """Of K and dQ in the fused kernel: two warpgroups share the columns of dQ where a tile has 64 rows."""
+    return _halved(width_qk) if tile.tile_m == 64 and variant != ALTERNATE else width_qk
+
+
 # Of the kernel for dQ where the kernels are apart: two warpgroups of 64 rows; K has two slots, V one. Both kernels
 # together against 64 keys, NVIDIA H200, 2026-11-30, causal S=4096: d=256 48 keys -2%, d=192 48 -2%, 80 -1%, (192,128)
 # 48 to 96 -2 to 0% (perf/results/hopper_backward_variants.csv).
@@ -197,7 +202,12 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
         return (replace(plan, tile=Tile(64, 64, stages=3)),) if plan.head_dim < 256 else ()
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
     tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
-    return tuple(replace(each, variant=variant) for each in tiles for variant in ("", DQ_DIRECT))
+    return tuple(
+        replace(each, variant=variant)
+        for each in tiles
+        for variant in ("", ALTERNATE)
+        if each.tile.tile_m == 64 or variant == ""
+    )
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:
@@ -207,4 +217,5 @@ def backward_scratch(plan: Plan) -> ScratchRule:
         raise ValueError(f"a plan without a tile has no scratch: {plan}")
     if plan.variant == APART:
         return ScratchRule(plan.tile.tile_m, 2)
-    return ScratchRule(plan.tile.tile_m, plan.head_dim + 2, 3 if plan.deterministic else 1)
+    width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
+    return ScratchRule(plan.tile.tile_m, width_dq + 2, 3 if plan.deterministic else 1)

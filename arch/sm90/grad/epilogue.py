@@ -123,15 +123,3 @@ def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, order: tuple):
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     if cutlass.const_expr(turns is not None):
         _pass_on(turns, group)
-
-
-def add_direct(dq: cute.Tensor, sums: cute.Tensor, thread: Int32):
-    """A warpgroup's accumulators added to a part of dQ in global memory, 16 bytes a lane. sums: (elements,)."""
-    registers = cute.size(dq)
-    mine = cute.make_tensor(sums.iterator, dq_chunks(registers))[None, None, thread]
-    for chunk in range(registers // 4):
-        words = [dq[4 * chunk + i] for i in range(4)]
-        cute.arch.inline_ptx(
-            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[mine[None, chunk].iterator.toint(), *words],
-        )

@@ -78,7 +78,6 @@ def backward_storage(layouts: BackwardLayouts, tile: Tile, width_dq: int, dtype:
         v_barriers: cute.struct.MemRange[Int64, 2]
         q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
         do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
-        ds_barriers: cute.struct.MemRange[Int64, 2 * DS_SLOTS]
         unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
         units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
         k: room(layouts.k)

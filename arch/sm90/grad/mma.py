@@ -32,6 +32,7 @@ class BackwardMmas:
     width_v: int
     width_dq: int  # of K and dQ: see tiles.dq_width
     dtype: type
+    alternate: bool = False  # a warpgroup makes all of dQ, the other that of the next tile
 
     @property
     def warpgroups(self) -> int:
@@ -44,7 +45,7 @@ class BackwardMmas:
     @property
     def dq_columns(self) -> int:
         """Of one warpgroup's part of dQ, which has 64 rows."""
-        return self.width_dq if self.dq_by_rows or self.width_dq <= 96 else self.width_dq // 2
+        return self.width_dq if self.dq_by_rows or self.alternate else self.width_dq // self.warpgroups
 
     @property
     def dq_parts(self) -> int:
@@ -55,17 +56,6 @@ class BackwardMmas:
         layout, shape = (self.warpgroups, 1, 1), (ROWS_PER_WARPGROUP, self.tile.tile_m)
         return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, K_MAJOR, K_MAJOR, Float32, layout, shape, SMEM)
 
-    @property
-    def dp_parts(self) -> int:
-        """dP^T at once, or a half after the other where registers want it."""
-        held = (self.width_qk + self.width_v) // 2 + self.tile.tile_m
-        return 2 if held > 176 else 1
-
-    def gradients(self) -> cute.TiledMma:
-        """Of a part of dP^T: (tile_n, tile_m / dp_parts) from shared memory."""
-        layout, shape = (self.warpgroups, 1, 1), (ROWS_PER_WARPGROUP, self.tile.tile_m // self.dp_parts)
-        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, K_MAJOR, K_MAJOR, Float32, layout, shape, SMEM)
-
     def by_keys(self, width: int) -> cute.TiledMma:
         """Of dK and dV: (tile_n, width), A from registers."""
         layout, shape = (self.warpgroups, 1, 1), (ROWS_PER_WARPGROUP, width)
@@ -73,7 +63,10 @@ class BackwardMmas:
 
     def dq(self) -> cute.TiledMma:
         """(tile_m, width_dq) from shared memory."""
-        layout, shape = (1, 1, 1), (ROWS_PER_WARPGROUP, self.dq_columns)
+        layout = (self.warpgroups, 1, 1) if self.dq_by_rows else (1, self.warpgroups, 1)
+        if self.alternate:
+            layout = (1, 1, 1)
+        shape = (ROWS_PER_WARPGROUP, self.dq_columns)
         return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, MN_MAJOR, MN_MAJOR, Float32, layout, shape, SMEM)
 
 
@@ -86,6 +79,8 @@ class Operands(NamedTuple):
     do: cute.Tensor  # B of dP^T
     q_columns: cute.Tensor  # B of dK
     do_columns: cute.Tensor  # B of dV
+    ds: cute.Tensor  # A of dQ
+    k_columns: cute.Tensor  # B of dQ
 
 
 class Accumulators(NamedTuple):
@@ -93,6 +88,7 @@ class Accumulators(NamedTuple):
 
     s: cute.Tensor  # ((2, 2, tile_m / 8), 1, 1): scores, then probabilities
     dp: cute.Tensor  # the same shape
+    dq: cute.Tensor  # ((2, 2, dq_columns / 8), 1, 1)
     dk: cute.Tensor  # ((2, 2, width_qk / 8), 1, 1)
     dv: cute.Tensor  # ((2, 2, width_v / 8), 1, 1)
     p_packed: cute.Tensor  # (tile_m / 4,) Int32: P^T rounded, two values each, in the order of s
@@ -101,40 +97,20 @@ class Accumulators(NamedTuple):
 
 def make_operands(mmas: BackwardMmas, smem: tuple, group: Int32) -> Operands:
     """`group`, warp-uniform, stands for its first thread: descriptors are then formed in uniform registers."""
-    s_k, s_v, s_q, s_do = smem
+    s_k, s_v, s_q, s_do, s_ds = smem
     first = group * WARPGROUP
-    gradients = mmas.gradients()
-    scores, dk, dv = mmas.scores(), mmas.by_keys(mmas.width_qk), mmas.by_keys(mmas.width_v)
-    part = scores.get_slice(first)
+    scores, dk, dv, dq = mmas.scores(), mmas.by_keys(mmas.width_qk), mmas.by_keys(mmas.width_v), mmas.dq()
+    part, dq_part = scores.get_slice(first), dq.get_slice(0 if mmas.alternate else first)
     return Operands(
         k=scores.make_fragment_A(part.partition_A(s_k)),
         v=scores.make_fragment_A(part.partition_A(s_v)),
         q=scores.make_fragment_B(part.partition_B(s_q)),
-        do=gradients.make_fragment_B(gradients.get_slice(first).partition_B(s_do)),
+        do=scores.make_fragment_B(part.partition_B(s_do)),
         q_columns=dk.make_fragment_B(dk.get_slice(first).partition_B(transposed(s_q))),
         do_columns=dv.make_fragment_B(dv.get_slice(first).partition_B(transposed(s_do))),
+        ds=dq.make_fragment_A(dq_part.partition_A(s_ds)),
+        k_columns=dq.make_fragment_B(dq_part.partition_B(transposed(s_k))),
     )
-
-
-class QueryOperands(NamedTuple):
-    """Of the warpgroup that makes dQ, a part after the other."""
-
-    ds: cute.Tensor  # A: (mma, 64-row blocks, k steps, slots)
-    k_columns: cute.Tensor  # B: (mma, blocks of columns, k steps, 1)
-
-
-def make_query_operands(mmas: BackwardMmas, s_ds: cute.Tensor, s_k: cute.Tensor) -> QueryOperands:
-    dq = mmas.dq()
-    part = dq.get_slice(0)
-    return QueryOperands(
-        ds=dq.make_fragment_A(part.partition_A(s_ds)), k_columns=dq.make_fragment_B(part.partition_B(transposed(s_k)))
-    )
-
-
-def make_query_accumulator(mmas: BackwardMmas) -> cute.Tensor:
-    """((2, 2, dq_columns / 8), 1, 1)"""
-    shape = mmas.dq().get_slice(0).partition_shape_C((ROWS_PER_WARPGROUP, mmas.dq_columns))
-    return cute.make_rmem_tensor(shape, Float32)
 
 
 def make_accumulators(mmas: BackwardMmas) -> Accumulators:
@@ -145,7 +121,8 @@ def make_accumulators(mmas: BackwardMmas) -> Accumulators:
 
     return Accumulators(
         s=registers(mmas.scores(), (tile.tile_n, tile.tile_m)),
-        dp=registers(mmas.gradients(), (tile.tile_n, tile.tile_m // mmas.dp_parts)),
+        dp=registers(mmas.scores(), (tile.tile_n, tile.tile_m)),
+        dq=registers(mmas.dq(), (tile.tile_m, mmas.width_dq)),
         dk=registers(mmas.by_keys(mmas.width_qk), (tile.tile_n, mmas.width_qk)),
         dv=registers(mmas.by_keys(mmas.width_v), (tile.tile_n, mmas.width_v)),
         p_packed=cute.make_rmem_tensor((tile.tile_m // 4,), Int32),
@@ -169,19 +146,3 @@ def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, 
         cute.gemm(mma, acc, a[None, None, step], b[None, None, step], acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
-
-
-def block_of(descriptors: cute.Tensor, block: int, slot: Int32) -> cute.Tensor:
-    """Of (mma, blocks, k steps, slots), one block of a slot: (mma, 1, k steps)."""
-    chosen = descriptors[None, block, None, slot]
-    steps = cute.append(cute.make_layout((1, 1), stride=(0, 0)), cute.select(chosen.layout, mode=[1]))
-    return cute.make_tensor(chosen.iterator, steps)
-
-
-def part_of(fragment: cute.Tensor, part: int, parts: int) -> cute.Tensor:
-    """One of equal runs of the columns of an accumulator, or of what was packed from it."""
-    size = cute.size(fragment) // parts
-    layout = cute.make_layout(size)
-    if cute.rank(fragment) > 1:
-        layout = cute.make_layout(((2, 2, size // 4), 1, 1))
-    return cute.make_tensor(fragment.iterator + part * size, layout)

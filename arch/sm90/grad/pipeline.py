@@ -25,10 +25,9 @@ from cutlass import Float32
 from cute_flash.spec.plan import Tile
 
 from ..schedule import WARPGROUP, Schedule
-from .memory import DS_SLOTS, RowLayouts
+from .memory import RowLayouts
 
-DS_STORED, OPERANDS_DEAD, STORED, DQ_FULL, DQ_EMPTY = 1, 2, 3, 6, 9
-KEYS_DEAD = 12  # ids; the last three take up to three each
+DS_STORED, OPERANDS_DEAD, STORED, DQ_FULL, DQ_EMPTY = 1, 2, 3, 6, 9  # ids; the last three take up to three each
 DQ_THREADS = WARPGROUP + 32
 
 
@@ -37,7 +36,6 @@ class BackwardPipelines(NamedTuple):
     v: pipelines.PipelineTmaAsync
     q: pipelines.PipelineTmaAsync
     do: pipelines.PipelineTmaAsync
-    ds: pipelines.PipelineAsync | None = None
 
 
 def tma_pipeline(barriers: cute.Pointer, slots: int, slot_bytes: int, mma_warps: int) -> pipelines.PipelineTmaAsync:
@@ -55,29 +53,15 @@ def slot_bytes(layout: cute.ComposedLayout, dtype: type) -> int:
     return cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, 0)))
 
 
-def ds_pipeline(barriers: cute.Pointer, mma_warps: int) -> pipelines.PipelineAsync:
-    """One arrival a warp on both sides."""
-    return pipelines.PipelineAsync.create(
-        barrier_storage=barriers,
-        num_stages=DS_SLOTS,
-        producer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread, mma_warps),
-        consumer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread, WARPGROUP // 32),
-        defer_sync=True,
-    )
-
-
-def open_backward(storage, layouts, tile: Tile, dtype: type, schedule, ds: bool = False) -> BackwardPipelines:
+def open_backward(storage, layouts, tile: Tile, dtype: type, schedule: Schedule) -> BackwardPipelines:
     """layouts: BackwardLayouts or WideLayouts."""
     row_values = 2 * tile.tile_m * Float32.width // 8
-    warps, k_warps = schedule.mma_warps, schedule.mma_warps
-    if ds:
-        k_warps += WARPGROUP // 32  # that make dQ
+    warps = schedule.mma_warps
     opened = BackwardPipelines(
-        k=tma_pipeline(storage.k_barriers.data_ptr(), 1, slot_bytes(layouts.k, dtype), k_warps),
+        k=tma_pipeline(storage.k_barriers.data_ptr(), 1, slot_bytes(layouts.k, dtype), warps),
         v=tma_pipeline(storage.v_barriers.data_ptr(), 1, slot_bytes(layouts.v, dtype), warps),
         q=tma_pipeline(storage.q_barriers.data_ptr(), tile.stages, slot_bytes(layouts.q, dtype) + row_values, warps),
         do=tma_pipeline(storage.do_barriers.data_ptr(), tile.stages, slot_bytes(layouts.do, dtype), warps),
-        ds=ds_pipeline(storage.ds_barriers.data_ptr(), warps) if ds else None,
     )
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()

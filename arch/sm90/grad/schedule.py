@@ -5,7 +5,6 @@ warp of the feeding warpgroup    does
 1 + w                            adds the part of dQ that MMA warpgroup w left in shared memory to global memory
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -14,7 +13,7 @@ from cutlass import Int32
 
 from ...common.blocks import RowTiles, row_tiles
 from ...common.order import Sizes, head_by_head, longest_first
-from ..schedule import BUDGETS, WARPGROUP, Schedule
+from ..schedule import BUDGETS, Schedule
 
 LOAD_WARP, FIRST_ADD_WARP = 0, 1
 
@@ -22,25 +21,6 @@ LOAD_WARP, FIRST_ADD_WARP = 0, 1
 def backward_schedule(warpgroups: int) -> Schedule:
     load, mma = BUDGETS[warpgroups]
     return Schedule(warpgroups, load, mma, ping_pong=False)
-
-
-@dataclass(frozen=True)
-class FusedSchedule:
-    """Two MMA warpgroups of 64 keys each, and behind them one that makes dQ."""
-
-    load_registers: int
-    mma_registers: int
-    dq_registers: int
-
-    mma_warpgroups = 2
-    mma_threads = 2 * WARPGROUP
-    mma_warps = 8
-    threads = 4 * WARPGROUP  # load and add, MMA, dQ
-
-
-def fused_schedule(dq_columns: int) -> FusedSchedule:
-    """`dq_columns`: of dQ that are summed at a time, in half as many registers."""
-    return FusedSchedule(24, 208, 72) if dq_columns <= 64 else FusedSchedule(24, 200, 88)
 
 
 class Unit(NamedTuple):
