@@ -50,7 +50,8 @@ def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, pa
         return cute.make_tensor(iterator, cute.make_layout((size, tiles, heads, batch), stride=strides))
 
     if width_qk == 0:
-        return Scratch(None, part(memory.iterator, 2 * tile_m))
+        last = cute.recast_ptr(memory.iterator + 2 * tile_m * row_tiles * batch, dtype=Int32)
+        return Scratch(None, part(memory.iterator, 2 * tile_m), cute.make_tensor(last, cute.make_layout(1)))
     dq_size = tile_m * width_qk
     after = memory.iterator + dq_size * row_tiles * batch
     dq, rows = part(memory.iterator, dq_size), part(after.align(16), 2 * tile_m)

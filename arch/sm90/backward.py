@@ -78,7 +78,9 @@ class BackwardSm90(PlainEntry):
         self.alternate = plan.variant == ALTERNATE
         self.deterministic, self.max_ctas = plan.deterministic, plan.ctas
         self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
-        self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype, self.alternate)
+        self.mmas = BackwardMmas(
+            plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype, alternate=self.alternate
+        )
         self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
 
     @cute.jit

@@ -12,6 +12,7 @@ from ..common import delta
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .dkdv import KeyGradientsSm90
+from .dkdv_whole import WholeKeyGradientsSm90
 from .dq import QueryGradientsSm90
 from .grad.entry import BoundedEntry, PlainEntry
 
@@ -21,7 +22,8 @@ class ApartBackwardSm90(PlainEntry):
 
     def __init__(self, plan: Plan, dtype: type):
         self.tile_m, self.width_v, self.softcap = plan.tile.tile_m, plan.head_dim_v, plan.softcap
-        self.keys, self.queries = KeyGradientsSm90(plan, dtype), QueryGradientsSm90(plan, dtype)
+        keys = WholeKeyGradientsSm90 if plan.tile.tile_n == 128 else KeyGradientsSm90
+        self.keys, self.queries = keys(plan, dtype), QueryGradientsSm90(plan, dtype)
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
@@ -38,7 +40,7 @@ class ApartBackwardSm90(PlainEntry):
         factors = (scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
-        self.keys.launch((q, k, v, do, dk, dv), scratch.rows, (scale, factors), sizes, stream)
+        self.keys.launch((q, k, v, do, dk, dv), scratch, (scale, factors), sizes, stream)
         self.queries.launch((q, k, v, do, dq), scratch.rows, (scale, factors), sizes, stream)
 
 

@@ -15,6 +15,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
 
+from ..common.delta import Scratch
 from ..common.order import Sizes
 from .grad.epilogue import GradientRoom, store_columns
 from .grad.load import Feed, load_role, prefetch_descriptors, tile_copy
@@ -69,8 +70,8 @@ class KeyGradientsSm90:
         self.mmas = WideMmas(plan.tile, plan.head_dim, plan.head_dim_v, WARPGROUPS, dtype)
 
     @cute.jit
-    def launch(self, moved: tuple, rows: cute.Tensor, numbers: tuple, sizes: Sizes, stream):
-        """`moved`: (q, k, v, do, dk, dv), through TMA; `rows`: see common/delta.py; `numbers`: (scale, factors)."""
+    def launch(self, moved: tuple, scratch: Scratch, numbers: tuple, sizes: Sizes, stream):
+        """`moved`: (q, k, v, do, dk, dv), through TMA; `numbers`: (scale, factors)."""
         q, k, v, do, dk, dv = moved
         scale, factors = numbers
         tile = self.tile
@@ -91,7 +92,7 @@ class KeyGradientsSm90:
             dv=source(store, dv, layouts.dv, tile.tile_n, self.width_v // WARPGROUPS),
         )
         key_blocks = cute.ceil_div(sizes.seqlen_k, tile.tile_n)
-        self.kernel(sources, rows, scale, factors, sizes, layouts).launch(
+        self.kernel(sources, scratch.rows, scale, factors, sizes, layouts).launch(
             grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,

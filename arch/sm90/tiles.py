@@ -169,6 +169,14 @@ def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return _halved(head_dim), _halved(head_dim_v)
 
 
+WHOLE_WIDTHS = 320  # of dK and dV together at most where a warpgroup holds all columns of 64 keys
+
+
+def whole_keys(width_qk: int, width_v: int) -> bool:
+    """Apart: does a CTA own 128 keys (dkdv_whole.py), or 64 (dkdv.py)?"""
+    return width_qk + width_v <= WHOLE_WIDTHS
+
+
 def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
     """Rows measured: perf/results/hopper_backward_variants.csv, d=64 causal S=4096 469 against 392 for 64 rows.
 
@@ -177,7 +185,7 @@ def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
     registers (with a softcap or a window it spills a few words), else 64. Apart, 64 keys and 64 rows (dQ: DQ_TILE)."""
     width_qk, width_v = backward_widths(head_dim, head_dim_v)
     if not fused_backward(head_dim, head_dim_v):
-        return Tile(64, 64, stages=2)
+        return Tile(64, 128 if whole_keys(width_qk, width_v) else 64, stages=2)
     return Tile(128 if width_qk + width_v <= 128 and plain else 64, 128, stages=2)
 
 
@@ -199,7 +207,7 @@ def backward_variant(head_dim: int, head_dim_v: int) -> str:
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == APART:
-        return (replace(plan, tile=Tile(64, 64, stages=3)),) if plan.head_dim < 256 else ()
+        return (replace(plan, tile=Tile(64, 64, stages=2)),)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
     tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
     return tuple(
@@ -216,6 +224,6 @@ def backward_scratch(plan: Plan) -> ScratchRule:
     if plan.tile is None:
         raise ValueError(f"a plan without a tile has no scratch: {plan}")
     if plan.variant == APART:
-        return ScratchRule(plan.tile.tile_m, 2)
+        return ScratchRule(plan.tile.tile_m, 2, 1)
     width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
     return ScratchRule(plan.tile.tile_m, width_dq + 2, 3 if plan.deterministic else 1)

@@ -91,6 +91,45 @@ def backward_storage(layouts: BackwardLayouts, tile: Tile, width_dq: int, dtype:
     return Storage
 
 
+class KeyLayouts(NamedTuple):
+    """Of a CTA with 128 keys that makes no dQ."""
+
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+    q: cute.ComposedLayout
+    do: cute.ComposedLayout
+
+
+def key_layouts(tile: Tile, width_qk: int, width_v: int, dtype: type) -> KeyLayouts:
+    return KeyLayouts(
+        k=row_layout(tile.tile_n, width_qk, width_qk, 1, dtype),
+        v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
+        q=row_layout(tile.tile_m, width_qk, width_qk, tile.stages, dtype),
+        do=row_layout(tile.tile_m, width_v, width_v, tile.stages, dtype),
+    )
+
+
+def key_storage(layouts: KeyLayouts, tile: Tile, dtype: type) -> type:
+    def room(layout: cute.ComposedLayout):
+        return cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], SWIZZLE_ALIGN]
+
+    @cute.struct
+    class Storage:
+        k_barriers: cute.struct.MemRange[Int64, 2]
+        v_barriers: cute.struct.MemRange[Int64, 2]
+        q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
+        do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
+        unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
+        units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
+        rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * tile.tile_m * tile.stages], 16]
+        k: room(layouts.k)
+        v: room(layouts.v)
+        q: room(layouts.q)
+        do: room(layouts.do)
+
+    return Storage
+
+
 class WideLayouts(NamedTuple):
     """Of a CTA with 64 keys, whose warpgroups share out the columns of dK and dV."""
 
