@@ -227,10 +227,14 @@ class BackwardSm90(PlainEntry):
         while live != 0:
             states = self.through(context, states, unit)
             row_start = unit.key_block * tile_n
-            store_direct(acc.dv, dv[unit.batch, None, unit.head_kv, None], thread, row_start, self.dtype)
+            self.leave(acc.dv, dv[unit.batch, None, unit.head_kv, None], thread, row_start, self.width_v)
             acc.dk.store(acc.dk.load() * scale)
-            store_direct(acc.dk, dk[unit.batch, None, unit.head_kv, None], thread, row_start, self.dtype)
+            self.leave(acc.dk, dk[unit.batch, None, unit.head_kv, None], thread, row_start, self.width_qk)
             live, unit, ticket_state = receive(units, ticket_state)
+
+    def leave(self, acc: cute.Tensor, rows: cute.Tensor, thread: Int32, row_start: Int32, width: int):
+        """A warpgroup's 64 keys of dK or dV. rows: (seqlen_k, head_dim)."""
+        store_direct(acc, rows, thread, row_start, self.dtype)
 
     @cute.jit
     def through(self, context: MmaContext, states: tuple, unit: Unit):

@@ -138,20 +138,16 @@ class WideLayouts(NamedTuple):
     q: cute.ComposedLayout  # (tile_m, width_qk, stages)
     do: cute.ComposedLayout  # (tile_m, width_v, stages)
     weights: cute.ComposedLayout  # (tile_n, tile_m, 2): P^T, and another of dS^T
-    dk: cute.ComposedLayout  # (tile_n, width_qk / warpgroups, warpgroups)
-    dv: cute.ComposedLayout  # (tile_n, width_v / warpgroups, warpgroups)
 
 
 def wide_layouts(tile: Tile, width_qk: int, width_v: int, warpgroups: int, dtype: type) -> WideLayouts:
-    part_qk, part_v, rows = width_qk // warpgroups, width_v // warpgroups, LayoutEnum.ROW_MAJOR
+    part_qk, part_v = width_qk // warpgroups, width_v // warpgroups
     return WideLayouts(
         k=row_layout(tile.tile_n, width_qk, width_qk, 1, dtype),
         v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
         q=row_layout(tile.tile_m, width_qk, part_qk, tile.stages, dtype),
         do=row_layout(tile.tile_m, width_v, part_v, tile.stages, dtype),
         weights=row_layout(tile.tile_n, tile.tile_m, tile.tile_m, DS_SLOTS, dtype),
-        dk=hopper.make_smem_layout_epi(dtype, rows, (tile.tile_n, part_qk), warpgroups),
-        dv=hopper.make_smem_layout_epi(dtype, rows, (tile.tile_n, part_v), warpgroups),
     )
 
 
@@ -166,9 +162,11 @@ def wide_storage(layouts: WideLayouts, tile: Tile, dtype: type) -> type:
         v_barriers: cute.struct.MemRange[Int64, 2]
         q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
         do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
+        unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
+        units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
         rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * tile.tile_m * tile.stages], 16]
-        k: room(layouts.k, layouts.dk)
-        v: room(layouts.v, layouts.dv)
+        k: room(layouts.k)
+        v: room(layouts.v)
         q: room(layouts.q)
         do: room(layouts.do)
         p: room(layouts.weights)
