@@ -36,7 +36,7 @@ class Scratch(NamedTuple):
     dq: cute.Tensor | None  # (tile_m * width_qk, query tiles, heads_q, batch): sums; None for width 0
     rows: cute.Tensor  # (2 * tile_m, query tiles, heads_q, batch): LSE in base 2 of a tile's rows, then their delta,
     # both in the order of value_place
-    counter: cute.Tensor | None = None  # (1,) Int32, from which CTAs draw
+    counters: cute.Tensor  # (1 or 2,) Int32, one for each kernel whose CTAs draw
     turns: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: how often a part of dQ was added to
 
 
@@ -51,13 +51,13 @@ def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, pa
 
     if width_qk == 0:
         last = cute.recast_ptr(memory.iterator + 2 * tile_m * row_tiles * batch, dtype=Int32)
-        return Scratch(None, part(memory.iterator, 2 * tile_m), cute.make_tensor(last, cute.make_layout(1)))
+        return Scratch(None, part(memory.iterator, 2 * tile_m), cute.make_tensor(last, cute.make_layout(2)))
     dq_size = tile_m * width_qk
     after = memory.iterator + dq_size * row_tiles * batch
     dq, rows = part(memory.iterator, dq_size), part(after.align(16), 2 * tile_m)
     last = cute.recast_ptr(after + 2 * tile_m * row_tiles * batch, dtype=Int32)
-    counter = cute.make_tensor(last + parts * row_tiles * batch, cute.make_layout(1))
-    return Scratch(dq, rows, counter, part(last, parts) if parts else None)
+    counters = cute.make_tensor(last + parts * row_tiles * batch, cute.make_layout(1))
+    return Scratch(dq, rows, counters, part(last, parts) if parts else None)
 
 
 def _lanes(width: int) -> int:
@@ -75,10 +75,11 @@ def _row_vector(rows: cute.Tensor, row: Int32, first: Int32) -> cute.TensorSSA:
 
 
 @cute.jit
-def _reset(counter: cute.Tensor, place: Int32):
+def _reset(counters: cute.Tensor, place: Int32):
     """By the first thread of a launch."""
     if place == 0:
-        counter[0] = Int32(0)
+        for i in cutlass.range_constexpr(cute.size(counters)):
+            counters[i] = Int32(0)
 
 
 @cute.kernel
@@ -100,8 +101,7 @@ def prepare_kernel(
         vectors = cute.make_tensor(sums.iterator.align(16), cute.make_layout((4, cute.size(sums) // 4)))
         for i in cutlass.range(thread, cute.size(sums) // 4, THREADS, unroll=4):
             cute.autovec_copy(zeros, vectors[None, i])
-    if cutlass.const_expr(scratch.counter is not None):
-        _reset(scratch.counter, thread + tile + head + batch)
+    _reset(scratch.counters, thread + tile + head + batch)
     if cutlass.const_expr(scratch.turns is not None):
         turns = scratch.turns[None, tile, head, batch]
         if thread < cute.size(turns):

@@ -26,8 +26,6 @@ from .grad.epilogue import add_dq, hand_over_dq
 from .grad.load import Feed, feed_unit, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
 from .grad.memory import (
-    TICKET_SLOTS,
-    TICKET_WORDS,
     BackwardLayouts,
     TmaSource,
     backward_layouts,
@@ -35,8 +33,18 @@ from .grad.memory import (
 )
 from .grad.mma import Accumulators, BackwardMmas, Operands, as_operand, issue, make_accumulators, make_operands
 from .grad.pipeline import DS_STORED, BackwardPipelines, backward_states, open_backward
-from .grad.queue import UnitRing, announce, draw, open_units, receive, unit_states
-from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Unit, backward_schedule, first_key_tile, unit_count
+from .grad.queue import announce, draw, open_units, receive, unit_states
+from .grad.schedule import (
+    FIRST_ADD_WARP,
+    LOAD_WARP,
+    Unit,
+    backward_schedule,
+    first_key_tile,
+    ticket_of,
+    unit_count,
+    unit_from,
+    unit_of,
+)
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
@@ -151,10 +159,9 @@ class BackwardSm90(PlainEntry):
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
         parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, self.mmas.dq_parts)
         s_dq = storage.dq.get_tensor(cute.make_layout(parts))
-        words = storage.units.get_tensor(cute.make_layout((TICKET_WORDS, TICKET_SLOTS)))
         receivers = schedule.mma_warps + self.mmas.dq_parts
-        group = sizes.heads_q // sizes.heads_kv
-        units = open_units(storage.unit_barriers.data_ptr(), words, receivers, group)
+        ring = open_units(storage.unit_barriers.data_ptr(), storage.units.data_ptr(), receivers)
+        units = ring, sizes.heads_q // sizes.heads_kv
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
 
         if warp_index < 4:
@@ -180,14 +187,17 @@ class BackwardSm90(PlainEntry):
             self.mma_role(context, units, (dk, dv), scale)
 
     @cute.jit
-    def load_role(self, pipes: BackwardPipelines, units: UnitRing, origin: tuple, rooms: tuple, sizes: Sizes):
+    def load_role(self, pipes: BackwardPipelines, units: tuple, origin: tuple, rooms: tuple, sizes: Sizes):
         sources, scratch = origin
         s_k, s_v, s_q, s_do, s_rows = rooms
-        tile, shape = self.tile, (self.tile, (self.width_qk, self.width_v), self.mask)
+        tile, widths = self.tile, (self.width_qk, self.width_v)
+        ring, _ = units
         states = backward_states(pipelines.PipelineUserType.Producer, tile.stages)
-        ticket_state = unit_states(pipelines.PipelineUserType.Producer)
-        live, unit, ticket_state = announce(units, ticket_state, cute.arch.block_idx()[0], sizes, shape)
-        while live != 0:
+        ticket_state, count = unit_states(pipelines.PipelineUserType.Producer), unit_count(sizes, tile)
+        index = cute.arch.block_idx()[0]
+        while index < count:
+            unit = unit_of(index, sizes, tile, widths, self.mask)
+            ticket_state = announce(ring, ticket_state, ticket_of(Int32(1), unit))
             feed = Feed(
                 k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_dq), unit.batch),
                 v=tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), unit.batch),
@@ -197,14 +207,16 @@ class BackwardSm90(PlainEntry):
                 s_rows=s_rows,
             )
             states = feed_unit(pipes, states, feed, unit)
-            following = cute.arch.grid_dim()[0] + draw(scratch.counter)
-            live, unit, ticket_state = announce(units, ticket_state, following, sizes, shape)
+            index = cute.arch.grid_dim()[0] + draw(scratch.counters, 0)
+        announce(ring, ticket_state, (Int32(0),))
 
     @cute.jit
-    def add_role(self, s_dq: cute.Tensor, scratch: delta.Scratch, units: UnitRing, group: Int32, sizes: Sizes):
+    def add_role(self, s_dq: cute.Tensor, scratch: delta.Scratch, units: tuple, group: Int32, sizes: Sizes):
         ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
-        live, unit, ticket_state = receive(units, ticket_state)
-        while live != 0:
+        ring, group_size = units
+        ticket, ticket_state = receive(ring, ticket_state)
+        while ticket[0] != 0:
+            unit = unit_from(ticket, group_size)
             for member in cutlass.range(unit.group, unroll=1):
                 for step in cutlass.range(unit.tiles.count, unroll=1):
                     at, head = unit.tiles.first + step, unit.head_first + member
@@ -214,23 +226,25 @@ class BackwardSm90(PlainEntry):
                         first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
                         order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
                     add_dq(s_dq, parts, group, order)
-            live, unit, ticket_state = receive(units, ticket_state)
+            ticket, ticket_state = receive(ring, ticket_state)
 
     @cute.jit
-    def mma_role(self, context: MmaContext, units: UnitRing, targets: tuple, scale: Float32):
+    def mma_role(self, context: MmaContext, units: tuple, targets: tuple, scale: Float32):
         """`targets`: (dk, dv)."""
         acc, thread, tile_n = context.acc, context.thread, self.tile.tile_n
         dk, dv = targets
         states = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
         ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
-        live, unit, ticket_state = receive(units, ticket_state)
-        while live != 0:
+        ring, group_size = units
+        ticket, ticket_state = receive(ring, ticket_state)
+        while ticket[0] != 0:
+            unit = unit_from(ticket, group_size)
             states = self.through(context, states, unit)
             row_start = unit.key_block * tile_n
             self.leave(acc.dv, dv[unit.batch, None, unit.head_kv, None], thread, row_start, self.width_v)
             acc.dk.store(acc.dk.load() * scale)
             self.leave(acc.dk, dk[unit.batch, None, unit.head_kv, None], thread, row_start, self.width_qk)
-            live, unit, ticket_state = receive(units, ticket_state)
+            ticket, ticket_state = receive(ring, ticket_state)
 
     def leave(self, acc: cute.Tensor, rows: cute.Tensor, thread: Int32, row_start: Int32, width: int):
         """A warpgroup's 64 keys of dK or dV. rows: (seqlen_k, head_dim)."""

@@ -41,7 +41,7 @@ class ApartBackwardSm90(PlainEntry):
         if cutlass.const_expr(self.softcap):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
         self.keys.launch((q, k, v, do, dk, dv), scratch, (scale, factors), sizes, stream)
-        self.queries.launch((q, k, v, do, dq), scratch.rows, (scale, factors), sizes, stream)
+        self.queries.launch((q, k, v, do, dq), scratch, (scale, factors), sizes, stream)
 
 
 class BoundedApartBackwardSm90(BoundedEntry, ApartBackwardSm90):

@@ -20,7 +20,7 @@ from .backward import BackwardSm90
 from .epilogue import store_direct
 from .grad.load import prefetch_descriptors
 from .grad.mask import mask_transposed
-from .grad.memory import TICKET_SLOTS, TICKET_WORDS, TmaSource, WideLayouts, wide_layouts, wide_storage
+from .grad.memory import TmaSource, WideLayouts, wide_layouts, wide_storage
 from .grad.mma import issue
 from .grad.pipeline import DS_STORED, BackwardPipelines, open_backward
 from .grad.queue import open_units
@@ -118,9 +118,8 @@ class KeyGradientsSm90(BackwardSm90):
         s_q, s_do = room(storage.q, layouts.q), room(storage.do, layouts.do)
         s_p, s_ds = room(storage.p, layouts.weights), room(storage.ds, layouts.weights)
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
-        words = storage.units.get_tensor(cute.make_layout((TICKET_WORDS, TICKET_SLOTS)))
-        group_size = sizes.heads_q // sizes.heads_kv
-        units = open_units(storage.unit_barriers.data_ptr(), words, schedule.mma_warps, group_size)
+        ring = open_units(storage.unit_barriers.data_ptr(), storage.units.data_ptr(), schedule.mma_warps)
+        units = ring, sizes.heads_q // sizes.heads_kv
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)

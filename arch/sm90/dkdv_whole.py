@@ -18,7 +18,7 @@ from ..common.order import Sizes
 from .backward import BackwardSm90
 from .grad.load import prefetch_descriptors
 from .grad.mask import mask_transposed
-from .grad.memory import TICKET_SLOTS, TICKET_WORDS, KeyLayouts, TmaSource, key_layouts, key_storage
+from .grad.memory import KeyLayouts, TmaSource, key_layouts, key_storage
 from .grad.mma import (
     BackwardMmas,
     KeyAccumulators,
@@ -119,9 +119,8 @@ class WholeKeyGradientsSm90(BackwardSm90):
         s_k, s_v = room(storage.k, layouts.k), room(storage.v, layouts.v)
         s_q, s_do = room(storage.q, layouts.q), room(storage.do, layouts.do)
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
-        words = storage.units.get_tensor(cute.make_layout((TICKET_WORDS, TICKET_SLOTS)))
-        group = sizes.heads_q // sizes.heads_kv
-        units = open_units(storage.unit_barriers.data_ptr(), words, schedule.mma_warps, group)
+        ring = open_units(storage.unit_barriers.data_ptr(), storage.units.data_ptr(), schedule.mma_warps)
+        units = ring, sizes.heads_q // sizes.heads_kv
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)

@@ -224,6 +224,6 @@ def backward_scratch(plan: Plan) -> ScratchRule:
     if plan.tile is None:
         raise ValueError(f"a plan without a tile has no scratch: {plan}")
     if plan.variant == APART:
-        return ScratchRule(plan.tile.tile_m, 2, 1)
+        return ScratchRule(plan.tile.tile_m, 2, 2)
     width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
     return ScratchRule(plan.tile.tile_m, width_dq + 2, 3 if plan.deterministic else 1)

@@ -23,7 +23,7 @@ from cutlass.utils import LayoutEnum
 from cute_flash.spec.plan import Tile
 
 from ..memory import SWIZZLE_ALIGN
-from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
+from ..schedule import WARPGROUP
 
 TICKET_SLOTS, TICKET_WORDS = 2, 8  # of the ring in which a CTA's next unit is announced: see queue.py
 DS_SLOTS = 2  # a warpgroup may store its next dS while another still multiplies the last one
@@ -182,17 +182,14 @@ class RowLayouts(NamedTuple):
     do: cute.ComposedLayout  # (tile_m, width_v, 1)
     k: cute.ComposedLayout  # (tile_n, width_qk, stages)
     v: cute.ComposedLayout  # (tile_n, width_v, 1)
-    dq: cute.ComposedLayout  # (64, width_qk, warpgroups), in the room of Q
 
 
 def row_layouts(tile: Tile, width_qk: int, width_v: int, dtype: type) -> RowLayouts:
-    dq_shape, warpgroups = (ROWS_PER_WARPGROUP, width_qk), tile.tile_m // ROWS_PER_WARPGROUP
     return RowLayouts(
         q=row_layout(tile.tile_m, width_qk, width_qk, 1, dtype),
         do=row_layout(tile.tile_m, width_v, width_v, 1, dtype),
         k=row_layout(tile.tile_n, width_qk, width_qk, tile.stages, dtype),
         v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
-        dq=hopper.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, dq_shape, warpgroups),
     )
 
 
@@ -207,7 +204,9 @@ def row_storage(layouts: RowLayouts, tile: Tile, dtype: type) -> type:
         do_barriers: cute.struct.MemRange[Int64, 2]
         k_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
         v_barriers: cute.struct.MemRange[Int64, 2]
-        q: room(layouts.q, layouts.dq)
+        unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
+        units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
+        q: room(layouts.q)
         do: room(layouts.do)
         k: room(layouts.k)
         v: room(layouts.v)

@@ -59,6 +59,17 @@ def unit_of(
     return Unit(key_block, work.head, work.batch, work.head * group, group, tiles)
 
 
+def ticket_of(live: Int32, unit: Unit) -> tuple:
+    """For queue.announce."""
+    return (live, unit.key_block, unit.head_kv, unit.batch, *unit.tiles)
+
+
+def unit_from(ticket: tuple, group: Int32) -> Unit:
+    """What ticket_of was given; `group`: query heads of a head of K and V."""
+    key_block, head_kv, batch = ticket[1:4]
+    return Unit(key_block, head_kv, batch, head_kv * group, group, RowTiles(*ticket[4:]))
+
+
 @cute.jit
 def first_key_tile(row_start: Int32, tile_n: int, sizes: Sizes, mask: cutlass.Constexpr) -> Int32:
     """The first of the key tiles whose CTA visits the query tile that starts at row_start."""
