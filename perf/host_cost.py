@@ -26,6 +26,8 @@ from . import points
 SMALL = points.point(64, "full", 128, batch=1, heads_q=8, heads_kv=8)  # where the launch costs more than the work
 CALLS, BATCHES = 100, 61  # few calls a batch: the launch queue (1024 deep, bounded in bytes too) never fills
 VARIANTS = ((64, False), (128, False), (128, True), (256, True))  # (head_dim, causal) of the first-launch table
+# SDPA's graph has guards on divisibility of lengths: new shapes pass the compiler's limit of 8 graphs.
+ONE_SHAPE = ("fa2-compiled",)
 COMPILER = "cutlass"  # the package whose MLIR extension a cached kernel must not need
 
 
@@ -134,7 +136,8 @@ def measure_calls(names: Sequence[str], device: Any, dry: bool) -> list[dict[str
     from .series import quantile
 
     calls, batches = (4, 2) if dry else (CALLS, BATCHES)
-    cases = [Case(name, grad, fresh) for grad in (False, True) for fresh in (False, True) for name in names]
+    kinds = [(grad, fresh) for grad in (False, True) for fresh in (False, True)]
+    cases = [Case(name, *kind) for kind in kinds for name in names if not (kind[1] and name in ONE_SHAPE)]
     ready: dict[Case, Callable[[], float]] = {}
     rows: list[dict[str, Any]] = []
     for case in cases:
@@ -144,10 +147,14 @@ def measure_calls(names: Sequence[str], device: Any, dry: bool) -> list[dict[str
             rows.append({"case": str(case), "note": reason(error)})
     times: dict[Case, list[float]] = {case: [] for case in ready}
     for _ in range(batches):
-        for case, batch in ready.items():
-            times[case].append(batch())
+        for case, batch in list(ready.items()):
+            try:
+                times[case].append(batch())
+            except Exception as error:  # a compiled one that met more kinds of shapes than its compiler takes
+                del ready[case], times[case]
+                rows.append({"case": str(case), "note": reason(error)})
     for case, taken in times.items():
-        rival = Case("fa2", case.grad, case.fresh_shapes)
+        rival = Case("fa2", case.grad, case.fresh_shapes)  # eager, for compiled contestants too
         row: dict[str, Any] = {"case": str(case), "first_batch_us": taken[0], "median_us": quantile(taken, 0.5)}
         row |= {"p20": quantile(taken, 0.2), "p80": quantile(taken, 0.8)}
         if rival in times:
