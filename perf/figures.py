@@ -167,24 +167,29 @@ def memory(rows: Sequence[Mapping[str, str]]) -> bytes:
     return _png(figure)
 
 
-def bars(groups: Sequence[str], series: Mapping[str, Sequence[float | None]], ylabel: str) -> bytes:
-    """Grouped bars on a logarithmic axis; None leaves a gap. A model's bars are hatched."""
+def bars(groups: Sequence[str], charts: Mapping[str, Mapping[str, Sequence[float | None]]], ylabel: str) -> bytes:
+    """One chart a title, grouped bars on a logarithmic axis. A series is a contestant, or "contestant, model": hatched.
+
+    None leaves a gap.
+    """
     plt = _pyplot()
-    figure, axis = plt.subplots(figsize=(8.6, 3.1))
-    width = 0.84 / max(1, len(series))
-    for i, (name, values) in enumerate(series.items()):
-        places = [g - 0.42 + width * (i + 0.5) for g in range(len(groups))]
-        shown = [(place, value) for place, value in zip(places, values, strict=True) if value]
-        colour = COLOURS.get(name.split(",")[0], INK)
-        look = {"alpha": 0.45, "hatch": "////"} if name.endswith("model") else {}
-        axis.bar([x for x, _ in shown], [y for _, y in shown], width * 0.9, label=_bar_name(name), color=colour,
-                 edgecolor="white", linewidth=0, **look)  # fmt: skip
-    axis.set_yscale("log")
-    axis.set_xticks(range(len(groups)), groups)
-    axis.grid(False, axis="x")
-    axis.set_ylabel(ylabel)
-    figure.legend(loc="upper left", ncol=4, fontsize=8, bbox_to_anchor=(0.06, 1.0))
-    figure.tight_layout(rect=(0, 0, 1, 0.88 if len(series) > 4 else 0.93))
+    figure, axes = plt.subplots(1, len(charts), figsize=(11.0, 3.2), squeeze=False, sharey=True)
+    for axis, (title, series) in zip(axes[0], charts.items(), strict=True):
+        width = 0.84 / max(1, len(series))
+        for i, (name, values) in enumerate(series.items()):
+            places = [g - 0.42 + width * (i + 0.5) for g in range(len(groups))]
+            shown = [(place, value) for place, value in zip(places, values, strict=True) if value]
+            look = {"alpha": 0.5, "hatch": "/////"} if name.endswith("model") else {}
+            axis.bar([x for x, _ in shown], [y for _, y in shown], width * 0.92, label=_bar_name(name),
+                     color=COLOURS.get(name.split(",")[0], INK), edgecolor="white", linewidth=0, **look)  # fmt: skip
+        axis.set_yscale("log")
+        axis.set_xticks(range(len(groups)), groups, fontsize=8)
+        axis.grid(False, axis="x")
+        axis.set_title(title, fontsize=9, loc="left")
+    axes[0][0].set_ylabel(ylabel)
+    found = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.tight_layout(rect=(0, 0, 1, 0.92))
+    figure.legend(found.values(), found.keys(), loc="upper left", ncol=len(found), fontsize=8, bbox_to_anchor=(0, 1.01))
     return _png(figure)
 
 

@@ -15,8 +15,11 @@ from pathlib import Path
 from . import figures, records, report, traffic
 
 RESULTS = Path(__file__).resolve().parent / "results"
-DRAWN = ("ours", "standard")  # of the bytes moved; the table has the rivals too
 TABLES = ("hopper_forward.csv", "hopper_backward.csv")  # with records.COLUMNS; those that exist
+TRAFFIC_WORDS = (
+    "A query tile reads Q once and every key tile that its rows may see; most of that comes from L2, and memory sees "
+    "little more than Q, K, V and O once. Standard attention writes S and P to memory and reads both."
+)
 STYLE = """
 :root{color-scheme:light}
 body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;color:#222;background:#fff;
@@ -42,7 +45,7 @@ def esc(text: object) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], words: int = 1) -> str:
-    """The first `words` columns are words, the others numbers. A cell is text, or (text, class)."""
+    """The first `words` columns and one named "how" are words, the others numbers. A cell is text or (text, class)."""
     lines = ["".join(f"<th{' class=word' if i < words else ''}>{esc(name)}</th>" for i, name in enumerate(head))]
     for row in rows:
         cells = []
@@ -189,24 +192,29 @@ def bytes_moved(results: Path) -> str:
     counted = traffic.measured(results / "traffic.csv")
     rows: list[Sequence[object]] = []
     groups = []
-    series: dict[str, list[float | None]] = {}
+    l2_bars: dict[str, list[float | None]] = {}
+    hbm_bars: dict[str, list[float | None]] = {}
+
+    def put(name: str, l2: int | None, hbm: int | None) -> None:
+        l2_bars.setdefault(name, []).append(l2 and l2 / 1e6)
+        hbm_bars.setdefault(name, []).append(hbm and hbm / 1e6)
+
     for point in traffic.POINTS:
         ours, standard, plan = traffic.modelled(point)
-        groups.append(f"d={point.head_dim} {point.mask}\nS={point.seqlen_q}, H={point.heads_q}")
-        _put(series, "ours, L2 to SM, model", ours.l2_to_sm / 1e6)
-        _put(series, "ours, HBM at least, model", ours.hbm / 1e6)
+        groups.append(f"d={point.head_dim} {point.mask}\n{point.heads_q} x {point.seqlen_q}")
+        put("ours, model", ours.l2_to_sm, ours.hbm)
         tile = f"tile {plan.split(' tile ')[1]}"
         rows.append(_moved(str(point), "model of our tiles", ours.l2_to_sm, ours.hbm, tile))
         for name in traffic.CONTESTANTS:
+            if name == "standard":
+                put("standard, model", *((None, None) if point.causal else (standard.l2_to_sm, standard.hbm)))
             row = counted.get((name, str(point.head_dim), point.mask, str(point.seqlen_q)))
             l2 = int(row["l2_to_sm_bytes"]) if row else None
             hbm = int(row["hbm_read_bytes"]) + int(row["hbm_written_bytes"]) if row else None
-            _put(series, f"{name}, L2 to SM", l2 and l2 / 1e6)
-            _put(series, f"{name}, HBM", hbm and hbm / 1e6)
+            put(name, l2, hbm)
             if row and l2 and hbm:
                 kernels = f"{row['kernels']} kernel" + ("s" if row["kernels"] != "1" else "")
                 rows.append(_moved("", f"{figures.NAMES.get(name, name)}, counted", l2, hbm, kernels))
-        _put(series, "standard, HBM, model", None if point.causal else standard.hbm / 1e6)
         if not point.causal:
             rows.append(_moved("", "model of the standard forward", standard.l2_to_sm, standard.hbm, "S, P in memory"))
     origin = next(iter(counted.values()), None)
@@ -214,14 +222,13 @@ def bytes_moved(results: Path) -> str:
         f"Counted by Nsight Compute with caches emptied first: {origin['gpu']}, {origin['date'][:10]}, commit "
         f"{origin['commit']}." if origin else "No profiler has counted these yet: the model stands alone."
     )  # fmt: skip
-    words = (
-        "A query tile reads Q once and every key tile that its rows may see; most of that comes from L2, and memory "
-        "sees little more than Q, K, V and O once. Standard attention writes S and P to memory and reads both."
-    )
-    chosen = {name: values for name, values in series.items() if any(values) and name.split(",")[0] in DRAWN}
+    charts = {
+        title: {name: values for name, values in bars.items() if any(values)}
+        for title, bars in (("from L2 to the SMs", l2_bars), ("to and from memory (a model's is the least)", hbm_bars))
+    }
     return (
-        paragraph(words)
-        + image(lambda: figures.bars(groups, chosen, "MB a forward"), "bytes moved by a forward")
+        paragraph(TRAFFIC_WORDS)
+        + image(lambda: figures.bars(groups, charts, "MB a forward"), "bytes moved by a forward")
         + table(["point", "whose", "L2 to SM, MB", "HBM, MB", "how"], rows, words=2)
         + paragraph(said, quiet=True)
     )
@@ -229,10 +236,6 @@ def bytes_moved(results: Path) -> str:
 
 def _moved(place: str, whose: str, l2: int, hbm: int, how: str) -> Sequence[object]:
     return [place, whose, f"{l2 / 1e6:.1f}", f"{hbm / 1e6:.1f}", (how, "word")]
-
-
-def _put(series: dict[str, list[float | None]], name: str, value: float | None) -> None:
-    series.setdefault(name, []).append(value)
 
 
 def host(results: Path) -> str:
