@@ -17,8 +17,11 @@ from . import figures, records, report, traffic
 RESULTS = Path(__file__).resolve().parent / "results"
 TABLES = ("hopper_forward.csv", "hopper_backward.csv")  # with records.COLUMNS; those that exist
 TRAFFIC_WORDS = (
-    "A query tile reads Q once and every key tile that its rows may see; most of that comes from L2, and memory sees "
-    "little more than Q, K, V and O once. Standard attention writes S and P to memory and reads both."
+    "A query tile reads Q once and every key tile that its rows may see, and memory sees little more than Q, K, V and "
+    "O once: the rest is L2's. Where CTAs run abreast, as under a full mask, the L2 counts fewer reads than the model, "
+    "which suggests that it serves several SMs with one; under a causal mask they drift apart, and it counts what the "
+    "model says. What was written last may still lie in L2 at the end. Standard attention writes S and P to memory and "
+    "reads both."
 )
 STYLE = """
 :root{color-scheme:light}
@@ -173,8 +176,8 @@ def memory(results: Path) -> str:
     one = rows[0]
     words = (
         f"Peak memory that a call takes beyond its inputs, by torch's allocator: batch {one['B']}, {one['H']} heads, "
-        f"head_dim {one['d']}, bfloat16. Standard attention holds the scores and ends where they no longer fit. The "
-        "arithmetic stays quadratic in the length for both."
+        f"head_dim {one['d']}, bfloat16. Short sequences leave the GPU idle, so that CTAs share keys and hold partial "
+        "outputs. Standard attention holds the scores, and is measured until they are 8 GiB. The arithmetic stays quadratic in the length for both."
     )
     return (
         paragraph(words)
@@ -202,40 +205,43 @@ def bytes_moved(results: Path) -> str:
     for point in traffic.POINTS:
         ours, standard, plan = traffic.modelled(point)
         groups.append(f"d={point.head_dim} {point.mask}\n{point.heads_q} x {point.seqlen_q}")
-        put("ours, model", ours.l2_to_sm, ours.hbm)
+        put("ours, model", ours.sm_read, ours.hbm)
         tile = f"tile {plan.split(' tile ')[1]}"
-        rows.append(_moved(str(point), "model of our tiles", ours.l2_to_sm, ours.hbm, tile))
+        rows.append(_moved(str(point), "model of our tiles", (ours.sm_read, None, ours.hbm), tile))
         for name in traffic.CONTESTANTS:
             if name == "standard":
-                put("standard, model", *((None, None) if point.causal else (standard.l2_to_sm, standard.hbm)))
+                put("standard, model", *((None, None) if point.causal else (standard.sm_read, standard.hbm)))
             row = counted.get((name, str(point.head_dim), point.mask, str(point.seqlen_q)))
-            l2 = int(row["l2_to_sm_bytes"]) if row else None
+            l2 = int(row["l2_read_bytes"]) if row else None
             hbm = int(row["hbm_read_bytes"]) + int(row["hbm_written_bytes"]) if row else None
             put(name, l2, hbm)
             if row and l2 and hbm:
                 kernels = f"{row['kernels']} kernel" + ("s" if row["kernels"] != "1" else "")
-                rows.append(_moved("", f"{figures.NAMES.get(name, name)}, counted", l2, hbm, kernels))
+                counts = (int(row["sm_read_bytes"] or 0), l2, hbm)
+                rows.append(_moved("", f"{figures.NAMES.get(name, name)}, counted", counts, kernels))
         if not point.causal:
-            rows.append(_moved("", "model of the standard forward", standard.l2_to_sm, standard.hbm, "S, P in memory"))
+            bytes_of = (standard.sm_read, None, standard.hbm)
+            rows.append(_moved("", "model of the standard forward", bytes_of, "S, P in memory"))
     origin = next(iter(counted.values()), None)
     said = (
         f"Counted by Nsight Compute with caches emptied first: {origin['gpu']}, {origin['date'][:10]}, commit "
         f"{origin['commit']}." if origin else "No profiler has counted these yet: the model stands alone."
     )  # fmt: skip
+    titles = "reads that L2 serves (a model's: all that SMs read)", "to and from memory"
     charts = {
         title: {name: values for name, values in bars.items() if any(values)}
-        for title, bars in (("from L2 to the SMs", l2_bars), ("to and from memory (a model's is the least)", hbm_bars))
+        for title, bars in zip(titles, (l2_bars, hbm_bars), strict=True)
     }
     return (
         paragraph(TRAFFIC_WORDS)
         + image(lambda: figures.bars(groups, charts, "MB a forward"), "bytes moved by a forward")
-        + table(["point", "whose", "L2 to SM, MB", "HBM, MB", "how"], rows, words=2)
+        + table(["point", "whose", "SMs read, MB", "L2 serves, MB", "HBM, MB", "how"], rows, words=2)
         + paragraph(said, quiet=True)
     )
 
 
-def _moved(place: str, whose: str, l2: int, hbm: int, how: str) -> Sequence[object]:
-    return [place, whose, f"{l2 / 1e6:.1f}", f"{hbm / 1e6:.1f}", (how, "word")]
+def _moved(place: str, whose: str, counts: Sequence[int | None], how: str) -> Sequence[object]:
+    return [place, whose, *(f"{count / 1e6:.1f}" if count else "" for count in counts), (how, "word")]
 
 
 def host(results: Path) -> str:

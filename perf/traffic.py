@@ -3,9 +3,10 @@
     python -m perf.traffic                                       # the model alone; no GPU
     python -m perf.traffic --profile perf/results/traffic.csv    # where there are a GPU and Nsight Compute (ncu)
 
-L2 to SM is what the tiles read: Q once, K and V once a query tile. HBM at least is Q, K, V and O once: the rest comes
-from L2. The standard forward writes S and P to memory and reads both. Nsight Compute empties the caches before each
-kernel, so the counts are of a cold L2.
+SMs read what the tiles take: Q once, K and V once a query tile. From HBM come Q, K and V once; the rest is L2's. The L2
+serves less than the SMs read where several ask for the same line at about the same time. The standard forward writes S
+and P to memory and reads both. Nsight Compute empties the caches before each kernel, so the counts are of a cold L2;
+what a kernel wrote last may still lie there when it ends, and is not counted as written to memory.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ POINTS = (
 CONTESTANTS = ("ours", "fa4", "cudnn", "standard")
 # Columns of the CSV -> (the profiler's metric, bytes a unit of it).
 METRICS = {
-    "l2_to_sm_bytes": ("lts__t_sectors_srcunit_tex_op_read.sum", SECTOR),
-    "sm_to_l2_bytes": ("lts__t_sectors_srcunit_tex_op_write.sum", SECTOR),
+    "sm_read_bytes": ("l1tex__m_xbar2l1tex_read_bytes.sum", 1),
+    "l2_read_bytes": ("lts__t_sectors_srcunit_tex_op_read.sum", SECTOR),
+    "l2_written_bytes": ("lts__t_sectors_srcunit_tex_op_write.sum", SECTOR),
     "hbm_read_bytes": ("dram__bytes_read.sum", 1),
     "hbm_written_bytes": ("dram__bytes_write.sum", 1),
     "time_ns": ("gpu__time_duration.sum", 1),
@@ -53,14 +55,9 @@ MARK = "spin_kernel"  # of torch.cuda._sleep: stands between contestants in the 
 class Traffic:
     """Bytes of one forward."""
 
-    l2_to_sm: int
-    sm_to_l2: int
-    hbm: int  # at least: what must come in and go out once
-
-    @property
-    def reuse(self) -> float:
-        """How often a byte from memory is read by an SM, about."""
-        return (self.l2_to_sm + self.sm_to_l2) / self.hbm
+    sm_read: int
+    sm_written: int
+    hbm: int  # what must come in and go out once
 
 
 def _once(point: Point) -> tuple[int, int, int]:
@@ -189,7 +186,8 @@ def parse(listing: str, order: Sequence[tuple[int, str]]) -> dict[tuple[int, str
             continue
         found[-1]["kernels"] += 1
         for column, (metric, unit) in METRICS.items():
-            found[-1][column] += round(float(row[metric].replace(",", "")) * unit)
+            if metric in row:
+                found[-1][column] += round(float(row[metric].replace(",", "")) * unit)
     if len(found) != len(order):
         raise ValueError(f"the profiler lists {len(found)} runs, and there were {len(order)}")
     return dict(zip(order, found, strict=True))
@@ -203,7 +201,8 @@ def profile(path: Path, commit: str) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         listing = Path(folder) / "ncu.csv"
-        metrics = ",".join(metric for metric, _ in METRICS.values())
+        listed = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=False).stdout
+        metrics = ",".join(metric for metric, _ in METRICS.values() if metric.rsplit(".", 1)[0] in listed)
         command = ["ncu", "--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base",
                    "--metrics", metrics, "--log-file", str(listing),
                    sys.executable, "-m", "perf.traffic", "--child"]  # fmt: skip
@@ -253,10 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from . import machine
 
         profile(args.profile, args.commit or machine.commit_here())
-    print(f"{'MB a forward':32}{'L2 to SM':>10}{'HBM, least':>12}{'standard, HBM':>15}")
+    print(f"{'MB a forward':32}{'SMs read':>10}{'HBM':>12}{'standard, HBM':>15}")
     for point in POINTS:
         own, other, plan = modelled(point)
-        print(f"{point!s:32}{own.l2_to_sm / 1e6:10.0f}{own.hbm / 1e6:12.1f}{other.hbm / 1e6:15.0f}   {plan}")
+        print(f"{point!s:32}{own.sm_read / 1e6:10.0f}{own.hbm / 1e6:12.1f}{other.hbm / 1e6:15.0f}   {plan}")
     return 0
 
 

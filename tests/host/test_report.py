@@ -25,11 +25,11 @@ def row(point, contestant, median, **more):
 
 def test_the_model_has_the_papers_numbers():
     ours, standard = traffic.tiled(WALK, 128, 128), traffic.standard(WALK)
-    assert ours.l2_to_sm - 2**19 == 32 * 2**20  # 32 query tiles read K and V, 1 MiB each time; and Q once, half a MiB
-    assert ours.sm_to_l2 == 2**19 and ours.hbm == 4 * 2**19
+    assert ours.sm_read - 2**19 == 32 * 2**20  # 32 query tiles read K and V, 1 MiB each time; and Q once, half a MiB
+    assert ours.sm_written == 2**19 and ours.hbm == 4 * 2**19
     scores = standard.hbm - ours.hbm
     assert scores == pytest.approx(134 * MB, rel=2e-3)
-    assert traffic.tiled(CAUSAL, 128, 128).l2_to_sm - 2**19 == pytest.approx(17 * MB, rel=2e-2)
+    assert traffic.tiled(CAUSAL, 128, 128).sm_read - 2**19 == pytest.approx(17 * MB, rel=2e-2)
 
 
 @pytest.mark.parametrize("lengths", [(100, 300), (300, 100), (257, 257), (1, 5)])
@@ -56,7 +56,7 @@ def test_a_window_is_refused_by_the_model():
 def test_our_tiles_come_from_the_dispatcher():
     for point in traffic.POINTS:
         ours, standard, plan = traffic.modelled(point)
-        assert plan.startswith("sm90 forward") and ours.hbm < ours.l2_to_sm < standard.hbm
+        assert plan.startswith("sm90 forward") and ours.hbm < ours.sm_read < standard.hbm
 
 
 # ---------------------------------------------------------------------------------------------------------- profiler
@@ -69,19 +69,21 @@ def listing(*kernels):
     text.write("==PROF== Connected to process 7\n")
     writer = csv.writer(text, quoting=csv.QUOTE_ALL)
     writer.writerow(["ID", "Kernel Name", *metrics])
-    writer.writerow(["", "", *("sector", "sector", "byte", "byte", "ns")])
+    writer.writerow(["", "", *("byte", "sector", "sector", "byte", "byte", "ns")])
     for number, (name, *values) in enumerate(kernels):
         writer.writerow([number, name, *(f"{value:,}" for value in values)])
     return text.getvalue()
 
 
 def test_kernels_between_marks_are_one_contestants():
-    mark = ("void at::cuda::spin_kernel(long)", 9, 9, 9, 9, 9)
-    text = listing(mark, ("ours", 1000, 10, 5_000, 600, 70), mark, ("a", 1, 2, 3, 4, 5), ("b", 10, 20, 30, 40, 50))
+    mark = ("void at::cuda::spin_kernel(long)", 9, 9, 9, 9, 9, 9)
+    text = listing(
+        mark, ("ours", 7_777, 1000, 10, 5_000, 600, 70), mark, ("a", 6, 1, 2, 3, 4, 5), ("b", 60, 10, 20, 30, 40, 50)
+    )
     found = traffic.parse(text, [(0, "ours"), (0, "standard")])
-    assert found[0, "ours"] == {"kernels": 1, "l2_to_sm_bytes": 32_000, "sm_to_l2_bytes": 320, "hbm_read_bytes": 5_000,
-                                "hbm_written_bytes": 600, "time_ns": 70}  # fmt: skip
-    assert found[0, "standard"]["kernels"] == 2 and found[0, "standard"]["l2_to_sm_bytes"] == 11 * 32
+    counts = (1, 7_777, 32_000, 320, 5_000, 600, 70)  # sectors of 32 bytes in two of them
+    assert found[0, "ours"] == dict(zip(("kernels", *traffic.METRICS), counts, strict=True))
+    assert found[0, "standard"]["kernels"] == 2 and found[0, "standard"]["l2_read_bytes"] == 11 * 32
     with pytest.raises(ValueError, match="lists 2 runs, and there were 1"):
         traffic.parse(text, [(0, "ours")])
 
@@ -152,8 +154,7 @@ def test_memory_and_counted_bytes_are_shown(results):
             for direction in memory.PASSES:
                 place = {"contestant": "ours", "pass": direction, "d": 128, "B": 1, "H": 16, "S": seqlen}
                 writer.writerow({**facts, **place, "peak_bytes": 3 * 2**20 * seqlen // 1024})
-    counts = {"kernels": 1, "l2_to_sm_bytes": 123_400_000, "sm_to_l2_bytes": 1, "hbm_read_bytes": 1_000_000,
-              "hbm_written_bytes": 500_000, "time_ns": 1}  # fmt: skip
+    counts = dict(zip(("kernels", *traffic.METRICS), (1, "", 123_400_000, 1, 1_000_000, 500_000, 1), strict=True))
     place = {"contestant": "ours", "plan": "", "d": 64, "mask": "causal", "B": 1, "H": 32, "S": 4096}
     traffic.write(results / "traffic.csv", [{**facts, "cuda": "", "driver": "", **place, **counts}])
     text = read(page.page(results)).text
@@ -175,7 +176,7 @@ def test_a_page_and_figures_are_small_files(results, tmp_path):
     out, plot = tmp_path / "out.html", tmp_path / "figures" / "plot.png"
     assert report.main([str(results / "hopper_forward.csv"), "--plot", str(plot), "--page", str(out)]) == 0
     assert plot.read_bytes().startswith(b"\x89PNG") and 1000 < plot.stat().st_size < 300_000
-    assert read(out.read_text()).images == 2
+    assert read(out.read_text()).images >= 2
     with pytest.raises(ValueError, match="nothing to plot"):
         figures.throughput([])
     with pytest.raises(SystemExit):
