@@ -177,7 +177,8 @@ def memory(results: Path) -> str:
     words = (
         f"Peak memory that a call takes beyond its inputs, by torch's allocator: batch {one['B']}, {one['H']} heads, "
         f"head_dim {one['d']}, bfloat16. Short sequences leave the GPU idle, so that CTAs share keys and hold partial "
-        "outputs. Standard attention holds the scores, and is measured until they are 8 GiB. The arithmetic stays quadratic in the length for both."
+        "outputs. Standard attention holds the scores, and is measured until they are 8 GiB. The "
+        "arithmetic stays quadratic in the length for both."
     )
     return (
         paragraph(words)
