@@ -5,7 +5,8 @@ No row is measured: not yet run on silicon. They follow from bytes of shared mem
 
 from dataclasses import replace
 
-from cute_flash.spec.plan import Tile
+from cute_flash.spec.plan import Plan, Tile
+from cute_flash.spec.scratch import ScratchRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 10.0
 TMEM_COLUMNS = 512  # 32-bit columns of 128 lanes
@@ -152,3 +153,30 @@ def persistent(head_dim: int, head_dim_v: int, mask: str) -> bool:
     tile_m, widths = forward_tile(head_dim, head_dim_v).tile_m, (width(head_dim), width(head_dim_v))
     ways = (1, PAIR) if paired(head_dim, head_dim_v, mask) else (1,)
     return mask == "full" and not all(shared_output(tile_m, *widths, ctas) for ctas in ways)
+
+
+# ---------------------------------------------------------------------------------------------------------- backward
+
+BACKWARD_WIDTH = 128  # of q and k, and of v, at most: dK and dV beside S^T and dP^T fill tensor memory
+DQ_COLUMNS = 32  # of dQ that leave at a time
+DQ_SLOTS = 2
+BACKWARD_BYTES = 3072  # barriers, tensor memory's address, LSE and delta of two query tiles
+
+
+def backward_tile() -> Tile:
+    return Tile(ROWS, KEYS, stages=2)
+
+
+def _backward_bytes(tile: Tile, width_qk: int, width_v: int, douts: int) -> int:
+    operands = 2 * ROWS * ((1 + tile.stages) * width_qk + (1 + douts) * width_v + tile.tile_m)
+    return BACKWARD_BYTES + operands + 4 * DQ_SLOTS * ROWS * DQ_COLUMNS
+
+
+def do_slots(tile: Tile, width_qk: int, width_v: int) -> int:
+    """Two slots of dO where they fit, else one."""
+    return next(douts for douts in (2, 1) if _backward_bytes(tile, width_qk, width_v, douts) <= SMEM_LIMIT)
+
+
+def backward_scratch(plan: Plan) -> ScratchRule:
+    """dQ while it is summed, then LSE and delta of every row; if in turn, a counter a tile."""
+    return ScratchRule(ROWS, plan.head_dim + 2, 1 if plan.deterministic else 0)
