@@ -47,18 +47,20 @@ class Sm100Backend:
         )
 
     def _backward(self, problem: Problem) -> Plan:
+        widths = tiles.backward_widths(problem.head_dim, problem.head_dim_v)
         return Plan(
             backend=self.name,
             direction=BACKWARD,
             arch=ARCHES[problem.device.capability],
             dtype=problem.dtype,
-            head_dim=tiles.width(problem.head_dim),
-            head_dim_v=tiles.width(problem.head_dim_v),
+            head_dim=widths[0],
+            head_dim_v=widths[1],
             mask=problem.mask,
             lse=problem.lse,
             lse_grad=problem.lse_grad,
             deterministic=problem.deterministic,
-            tile=tiles.backward_tile(),
+            tile=tiles.backward_tile(*widths),
+            variant=tiles.backward_variant(widths[0]),
             softcap="softcap" in problem.features,
         )
 

@@ -32,7 +32,7 @@ from .grad.schedule import BackwardSchedule
 from .grad.weights import WeighContext, WeighPlan, weigh_step
 from .pipeline import after_wait, before_arrive, ring_start
 from .schedule import ROWS, WARPGROUP, WARPS_PER_GROUP
-from .tiles import DQ_COLUMNS, DQ_SLOTS, TMEM_COLUMNS
+from .tiles import DQ_SLOTS, TMEM_COLUMNS, backward_parts
 
 
 class Sources(NamedTuple):
@@ -50,22 +50,24 @@ class Room(NamedTuple):
     """Shared and tensor memory as the roles see it."""
 
     bars: Barriers
-    k: cute.Tensor  # (128, width_qk, 1), at the end dK
-    v: cute.Tensor  # (128, width_v, 1), at the end dV
-    q: cute.Tensor  # (128, width_qk, q slots)
-    do: cute.Tensor  # (128, width_v, do slots)
-    ds: cute.Tensor  # (128 keys, 128 queries, 1)
-    rows: cute.Tensor  # (2 * 128, q slots)
-    dq: cute.Tensor  # (128 * 32, slots)
+    k: cute.Tensor  # (128, width_qk, 1)
+    v: cute.Tensor | None  # (128, width_v, 1); this and ds and dq: None where no dK is made
+    q: cute.Tensor  # (tile_m, width_qk, q slots)
+    do: cute.Tensor  # (tile_m, width_v, do slots)
+    ds: cute.Tensor | None  # (128 keys, tile_m, 1)
+    rows: cute.Tensor  # (2 * tile_m, q slots)
+    dq: cute.Tensor | None  # (128 * chunk, slots)
+    dk: cute.Tensor  # as k, in its room
+    dv: cute.Tensor  # (128, width_v, 1), in the room of V, or of K
     tmem: cute.Pointer
 
 
-class BackwardSm100(PlainEntry):
-    """One Plan's kernel. Everything read here comes from the Plan."""
+class KeyTileSm100:
+    """The kernel that owns a tile of keys, or of two such the one that makes a part; see tiles.py."""
 
-    def __init__(self, plan: Plan, dtype: type):
+    def __init__(self, plan: Plan, dtype: type, part: str):
         self.tile, self.mask = plan.tile, plan.mask
-        self.shape = BackwardShape(plan.tile, plan.head_dim, plan.head_dim_v)
+        self.shape = BackwardShape(plan.tile, plan.head_dim, plan.head_dim_v, part)
         self.dtype = dtype
         self.schedule = BackwardSchedule()
         self.deterministic = plan.deterministic
@@ -73,58 +75,38 @@ class BackwardSm100(PlainEntry):
         self.weigh_plan = WeighPlan(self.shape, dtype, plan.mask, plan.softcap)
 
     @cute.jit
-    def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
-        """Three kernels; see common/entry.py."""
-        q, k, v, do, dq, dk, dv = tensors
-        o, lse, dlse = others
-        scale, left, right, softcap = numbers
+    def launch(self, tensors: tuple, scratch: delta.Scratch, factors: tuple, bounds: tuple, stream):
+        """factors: (scale, what the exponent takes scores times, what goes inside a softcap)."""
+        q, k, v, do, dk, dv = tensors
         shape = self.shape
+        tile_m = self.tile.tile_m
         layouts = backward_layouts(shape, self.dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
-        def source(op, tensor, layout, width):
+        def source(op, tensor, layout, rows, width):
             view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
             box = cute.slice_(layout, (None, None, 0))
-            return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (ROWS, width)))
+            return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (rows, width)))
 
         sources = Sources(
-            q=source(load, q, layouts.q, shape.width_qk),
-            k=source(load, k, layouts.k, shape.width_qk),
-            v=source(load, v, layouts.v, shape.width_v),
-            do=source(load, do, layouts.do, shape.width_v),
-            dk=source(store, dk, layouts.k, shape.width_qk),
-            dv=source(store, dv, layouts.v, shape.width_v),
+            q=source(load, q, layouts.q, tile_m, shape.width_qk),
+            k=source(load, k, layouts.k, ROWS, shape.width_qk),
+            v=source(load, v, layouts.v, ROWS, shape.width_v),
+            do=source(load, do, layouts.do, tile_m, shape.width_v),
+            dk=source(store, dk, layouts.k, ROWS, shape.width_qk),
+            dv=source(store, dv, layouts.v, ROWS, shape.width_v),
         )
-        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
-        by_row_tile = (cute.ceil_div(sizes.seqlen_q, ROWS), sizes.heads_q, sizes.batch)
-        scratch = delta.scratch_of(memory, by_row_tile, ROWS, shape.width_qk, 1 if self.deterministic else 0)
-        delta.prepare_kernel(do, o, lse, dlse, scratch, ROWS, shape.width_v).launch(
-            grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
-        )
-        factors = (scale * LOG2_E, None)
-        if cutlass.const_expr(self.weigh_plan.softcap):
-            factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
+        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], *bounds)
         key_blocks = cute.ceil_div(sizes.seqlen_k, self.tile.tile_n)
-        self.kernel(sources, scratch, scale, factors, sizes, layouts).launch(
+        self.kernel(sources, scratch, factors, sizes, layouts).launch(
             grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,  # tells ptxas the register count at entry; without it setmaxnreg is ignored
             stream=stream,
         )
-        convert.convert_kernel(scratch.dq, dq, scale, shape.width_qk).launch(
-            grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream
-        )
 
     @cute.kernel
-    def kernel(
-        self,
-        sources: Sources,
-        scratch: delta.Scratch,
-        scale: Float32,
-        factors: tuple,
-        sizes: Sizes,
-        layouts: BackwardLayouts,
-    ):
+    def kernel(self, sources: Sources, scratch: delta.Scratch, factors: tuple, sizes: Sizes, layouts: BackwardLayouts):
         shape, schedule = self.shape, self.schedule
         storage = SmemAllocator().allocate(backward_storage(shape, layouts, barrier_count(shape), self.dtype))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -136,21 +118,7 @@ class BackwardSm100(PlainEntry):
         before_arrive()
         cute.arch.sync_threads()
         after_wait()
-
-        def rows_of(part, layout):
-            return part.get_tensor(layout.outer, swizzle=layout.inner)
-
-        room = Room(
-            bars=bars,
-            k=rows_of(storage.k, layouts.k),
-            v=rows_of(storage.v, layouts.v),
-            q=rows_of(storage.q, layouts.q),
-            do=rows_of(storage.do, layouts.do),
-            ds=rows_of(storage.ds, layouts.ds),
-            rows=storage.rows.get_tensor(cute.make_layout((2 * ROWS, shape.q_slots))),
-            dq=storage.dq.get_tensor(cute.make_layout((ROWS * DQ_COLUMNS, DQ_SLOTS))),
-            tmem=cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address.data_ptr()),
-        )
+        room = self._room(storage, layouts, bars)
         unit = unit_of(sizes, self.tile, (shape.width_qk, shape.width_v), self.mask)
         if warp >= schedule.mma_warp:
             cute.arch.setmaxregister_decrease(schedule.other_registers)
@@ -161,22 +129,45 @@ class BackwardSm100(PlainEntry):
         elif warp >= schedule.first_weigh_warp:
             cute.arch.setmaxregister_increase(schedule.weigh_registers)
             self.weigh(room, unit, factors, sizes)
-            self.leave(sources, room, unit, scale)
+            self.leave(sources, room, unit, factors[0])
         else:
             cute.arch.setmaxregister_decrease(schedule.reduce_registers)
-            self.reduce(room, scratch, unit, sizes)
+            if cutlass.const_expr(shape.makes_dk):
+                self.reduce(room, scratch, unit, sizes)
         cute.arch.sync_threads()
         if warp == schedule.mma_warp:
             cute.arch.dealloc_tmem(room.tmem, TMEM_COLUMNS)
 
+    def _room(self, storage, layouts: BackwardLayouts, bars: Barriers) -> Room:
+        shape = self.shape
+
+        def rows_of(part, layout):
+            return part.get_tensor(layout.outer, swizzle=layout.inner)
+
+        dk, made = rows_of(storage.k, layouts.k), shape.makes_dk
+        chunks = cute.make_layout((ROWS * shape.dq_chunk, DQ_SLOTS))
+        return Room(
+            bars=bars,
+            k=dk,
+            v=rows_of(storage.v, layouts.v) if made else None,
+            q=rows_of(storage.q, layouts.q),
+            do=rows_of(storage.do, layouts.do),
+            ds=rows_of(storage.ds, layouts.ds) if made else None,
+            rows=storage.rows.get_tensor(cute.make_layout((2 * self.tile.tile_m, shape.q_slots))),
+            dq=storage.dq.get_tensor(chunks) if made else None,
+            dk=dk,
+            dv=rows_of(storage.v if made else storage.k, layouts.v),
+            tmem=cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address.data_ptr()),
+        )
+
     @cute.jit
     def load(self, sources: Sources, scratch: delta.Scratch, room: Room, unit: Unit):
-        shape, batch = self.shape, unit.batch
+        shape, batch, tile_m = self.shape, unit.batch, self.tile.tile_m
         feed = Feed(
             k=tile_copy(sources.k, room.k, (ROWS, shape.width_qk), batch),
-            v=tile_copy(sources.v, room.v, (ROWS, shape.width_v), batch),
-            q=tile_copy(sources.q, room.q, (ROWS, shape.width_qk), batch),
-            do=tile_copy(sources.do, room.do, (ROWS, shape.width_v), batch),
+            v=tile_copy(sources.v, room.v, (ROWS, shape.width_v), batch) if shape.makes_dk else None,
+            q=tile_copy(sources.q, room.q, (tile_m, shape.width_qk), batch),
+            do=tile_copy(sources.do, room.do, (tile_m, shape.width_v), batch),
             row_values=scratch.rows[None, None, None, batch],
             s_rows=room.rows,
         )
@@ -185,7 +176,9 @@ class BackwardSm100(PlainEntry):
     @cute.jit
     def multiply(self, storage, room: Room, unit: Unit):
         layouts = operand_layouts(self.shape, self.mmas, self.dtype)
-        rooms = (storage.k, storage.v, storage.q, storage.do, storage.ds, storage.k, storage.q, storage.do)
+        made = self.shape.makes_dk
+        v, ds = (storage.v, storage.ds) if made else (storage.k, storage.k)  # not read where no dK is made
+        rooms = (storage.k, v, storage.q, storage.do, ds, storage.k, storage.q, storage.do)
         operands = tuple(
             part.get_tensor(layout.outer, swizzle=layout.inner) for part, layout in zip(rooms, layouts, strict=True)
         )
@@ -201,8 +194,8 @@ class BackwardSm100(PlainEntry):
             bars=room.bars,
             tmem=room.tmem,
             rows=room.rows,
-            ds=room.ds[None, None, 0],
-            factors=factors,
+            ds=room.ds[None, None, 0] if self.shape.makes_dk else None,
+            factors=factors[1:],
             thread=thread,
             half=half,
             key=unit.key_block * self.tile.tile_n + thread,
@@ -213,7 +206,7 @@ class BackwardSm100(PlainEntry):
         at = tiles.first
         for step in cutlass.range(tiles.count * unit.group, unroll=1):
             masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
-            queries = weigh_step(context, self.weigh_plan, queries, (step, at * ROWS, masked))
+            queries = weigh_step(context, self.weigh_plan, queries, (step, at * self.tile.tile_m, masked))
             at += 1
             if at == tiles.last:
                 at = tiles.first
@@ -230,11 +223,13 @@ class BackwardSm100(PlainEntry):
             after_wait()
         place = (unit.key_block, unit.head_kv, unit.batch)
         if half == 0:
-            dv = GradientRoom(room.v[None, None, 0], sources.dv)
-            leave((room.tmem, thread, half), dv, (shape.dv_column, shape.width_v, Float32(1.0)), place, seen)
+            if cutlass.const_expr(shape.makes_dv):
+                dv = GradientRoom(room.dv[None, None, 0], sources.dv)
+                leave((room.tmem, thread, half), dv, (shape.dv_column, shape.width_v, Float32(1.0)), place, seen)
         else:
-            dk = GradientRoom(room.k[None, None, 0], sources.dk)
-            leave((room.tmem, thread, half), dk, (shape.dk_column, shape.width_qk, scale), place, seen)
+            if cutlass.const_expr(shape.makes_dk):
+                dk = GradientRoom(room.dk[None, None, 0], sources.dk)
+                leave((room.tmem, thread, half), dk, (shape.dk_column, shape.width_qk, scale), place, seen)
 
     @cute.jit
     def reduce(self, room: Room, scratch: delta.Scratch, unit: Unit, sizes: Sizes):
@@ -246,12 +241,41 @@ class BackwardSm100(PlainEntry):
                 at, head = tiles.first + index, unit.head_first + member
                 order = (None, 0)
                 if cutlass.const_expr(self.deterministic):
-                    first = first_key_tile(at * ROWS, self.tile.tile_n, sizes, self.mask)
+                    first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
                     order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
                 sums = scratch.dq[None, at, head, unit.batch]
                 reduce_step(context, self.shape, sums, member * tiles.count + index, order)
         if cute.arch.make_warp_uniform(thread // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+class BackwardSm100(PlainEntry):
+    """One Plan's kernels. Everything read here comes from the Plan."""
+
+    def __init__(self, plan: Plan, dtype: type):
+        self.kernels = tuple(KeyTileSm100(plan, dtype, part) for part in backward_parts(plan.variant))
+        self.tile_m, self.widths = plan.tile.tile_m, (plan.head_dim, plan.head_dim_v)
+        self.softcap, self.deterministic = plan.softcap, plan.deterministic
+
+    @cute.jit
+    def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
+        """Three kernels or four; see common/entry.py."""
+        q, k, v, do, dq, dk, dv = tensors
+        o, lse, dlse = others
+        scale, left, right, softcap = numbers
+        width_qk, width_v = self.widths
+        by_row_tile = (cute.ceil_div(q.shape[1], self.tile_m), q.shape[2], q.shape[0])
+        scratch = delta.scratch_of(memory, by_row_tile, self.tile_m, width_qk, 1 if self.deterministic else 0)
+        delta.prepare_kernel(do, o, lse, dlse, scratch, self.tile_m, width_v).launch(
+            grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
+        )
+        factors = (scale, scale * LOG2_E, None)
+        if cutlass.const_expr(self.softcap):
+            factors = (scale, softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
+        for kernel in self.kernels:
+            kernel.launch((q, k, v, do, dk, dv), scratch, factors, (left, right), stream)
+        change = convert.convert_kernel if self.tile_m == ROWS else convert.convert_transposed_kernel
+        change(scratch.dq, dq, scale, width_qk).launch(grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream)
 
 
 class BoundedBackwardSm100(BoundedEntry, BackwardSm100):

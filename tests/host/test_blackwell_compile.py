@@ -52,11 +52,11 @@ def backward(head_dims, mask: Mask, capability=(10, 0), dtype: str = "bfloat16",
 
 
 MORE = tuple(itertools.product(ARCHES, ("bfloat16", "float16"), ((False, False), (True, False), (False, True))))
-BACKWARD_PAIRS = [(d, d_v) for d in (32, 64, 96, 128) for d_v in (32, 64, 96, 128)]
+BACKWARD_PAIRS = [(d, d_v) for d in (32, 64, 96, 128, 256) for d_v in (32, 64, 96, 128, 192, 256)]
 BACKWARD_KINDS = tuple(itertools.product((FULL, CAUSAL, *WINDOWS), (False, True)))  # mask, softcap
 COMMON_BACKWARD = [backward((128, 128), CAUSAL), backward((64, 64), FULL, (10, 3))]
 EVERY_BACKWARD = [
-    *(backward((d, d), mask, *each) for d in (64, 128) for mask in (FULL, CAUSAL) for each in MORE),
+    *(backward((d, d), mask, *each) for d in (64, 128, 256) for mask in (FULL, CAUSAL) for each in MORE),
     *(
         backward(dims, mask, *MORE[index % len(MORE)], softcap=softcap)
         for index, (dims, (mask, softcap)) in enumerate(itertools.product(BACKWARD_PAIRS, BACKWARD_KINDS))

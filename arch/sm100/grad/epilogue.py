@@ -13,7 +13,7 @@ from ..epilogue import row_to_smem
 from ..memory import load_columns
 from ..pipeline import after_wait, arrive_warp, before_arrive
 from ..schedule import ROWS, WARPGROUP
-from ..tiles import DQ_COLUMNS, DQ_SLOTS
+from ..tiles import DQ_SLOTS
 from .memory import BackwardShape, TmaSource, dq_vectors
 from .pipeline import DQ_STORED, LEFT, Barriers
 
@@ -23,14 +23,14 @@ LOADED = 64  # columns of dQ in registers at a time
 class ReduceContext(NamedTuple):
     bars: Barriers
     tmem: cute.Pointer
-    s_dq: cute.Tensor  # (128 * 32, slots) float32
-    thread: Int32  # of the warpgroup: the query row of the tile
+    s_dq: cute.Tensor  # (128 * chunk, slots) float32
+    thread: Int32  # of the warpgroup: the lane of tensor memory
 
 
 @cute.jit
 def _add_chunk(s_dq: cute.Tensor, sums: cute.Tensor, chunk: cutlass.Constexpr[int]):
     """By one warp: a chunk of dQ is added to global memory. s_dq, sums: contiguous; sums: the whole tile."""
-    size = cutlass.const_expr(ROWS * DQ_COLUMNS)
+    size = cute.size(s_dq)
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
@@ -70,28 +70,28 @@ def reduce_step(
     when nothing is being read any more.
     """
     turns, turn = order
-    thread = context.thread
+    thread, columns, step_columns = context.thread, shape.dq_columns, shape.dq_chunk
     warp = cute.arch.make_warp_uniform(thread // 32)
-    width = cutlass.const_expr(min(LOADED, shape.width_qk))
-    values = cute.make_rmem_tensor((width,), Float32)
-    vectors = cute.make_tensor(values.iterator, cute.make_layout((4, width // 4)))
+    values = cute.make_rmem_tensor((LOADED,), Float32)
+    vectors = cute.make_tensor(values.iterator, cute.make_layout((4, LOADED // 4)))
     cute.arch.mbarrier_wait(context.bars.dq_full, step % 2)
     after_wait()
     if cutlass.const_expr(turns is not None):
         _in_turn(warp, turns, turn)
-    for chunk in cutlass.range_constexpr(shape.dq_chunks):
-        column = cutlass.const_expr(chunk * DQ_COLUMNS)
+    chunks = cutlass.const_expr(columns // step_columns)
+    for chunk in cutlass.range_constexpr(chunks):
+        column = cutlass.const_expr(chunk * step_columns)
         if cutlass.const_expr(column % LOADED == 0):
-            count = cutlass.const_expr(min(LOADED, shape.width_qk - column))
-            for part in cutlass.range_constexpr(0, count, DQ_COLUMNS):
-                load_columns(context.tmem + shape.dq_column, column + part, values, part, DQ_COLUMNS, thread)
+            count = cutlass.const_expr(min(LOADED, columns - column))
+            for part in cutlass.range_constexpr(0, count, 32):
+                load_columns(context.tmem + shape.dq_column, column + part, values, part, 32, thread)
             cute.arch.fence_view_async_tmem_load()
-            if cutlass.const_expr(column + count == shape.width_qk):
+            if cutlass.const_expr(column + count == columns):
                 before_arrive()
                 arrive_warp(context.bars.dq_free)
-        slot = (step * shape.dq_chunks + chunk) % DQ_SLOTS
-        room = cute.make_tensor(context.s_dq[None, slot].iterator.align(16), dq_vectors(DQ_COLUMNS))
-        for i in cutlass.range_constexpr(DQ_COLUMNS // 4):
+        slot = (step * chunks + chunk) % DQ_SLOTS
+        room = cute.make_tensor(context.s_dq[None, slot].iterator.align(16), dq_vectors(step_columns))
+        for i in cutlass.range_constexpr(step_columns // 4):
             cute.autovec_copy(vectors[None, column % LOADED // 4 + i], room[None, i, thread])
         cute.arch.fence_view_async_shared()
         if warp == 0:

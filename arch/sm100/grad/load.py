@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ...common.keyunits import Unit
@@ -23,11 +23,11 @@ class Feed(NamedTuple):
     """What one CTA reads, and where to."""
 
     k: TileCopy
-    v: TileCopy
+    v: TileCopy | None  # None where no dK is made
     q: TileCopy
     do: TileCopy
-    row_values: cute.Tensor  # (2 * 128, query tiles, heads_q) float32 in global memory
-    s_rows: cute.Tensor  # (2 * 128, q slots) float32
+    row_values: cute.Tensor  # (2 * tile_m, query tiles, heads_q) float32 in global memory
+    s_rows: cute.Tensor  # (2 * tile_m, q slots) float32
 
 
 def tile_copy(tma: TmaSource, smem: cute.Tensor, tile: tuple[int, int], batch: Int32) -> TileCopy:
@@ -60,6 +60,12 @@ def _fetch_queries(bars: Barriers, feed: Feed, place: tuple, ring: Ring, size: c
 
 
 @cute.jit
+def _fetch_once(copy: TileCopy, place: tuple, full: cute.Pointer, size: cutlass.Constexpr[int], now: Boolean):
+    if now:
+        _fetch(copy, place, 0, full, size)
+
+
+@cute.jit
 def load_role(bars: Barriers, feed: Feed, unit: Unit, shape: cutlass.Constexpr[BackwardShape]):
     """In the order in which products ask. One converged warp."""
     tiles, size = unit.tiles, shape.tile_bytes
@@ -72,8 +78,8 @@ def load_role(bars: Barriers, feed: Feed, unit: Unit, shape: cutlass.Constexpr[B
                 place = (tiles.first + step, unit.head_first + member)
                 _fetch_queries(bars, feed, place, queries, size["q"])
                 queries = advanced(queries, shape.q_slots)
-                if member + step == 0:
-                    _fetch(feed.v, keys, 0, bars.v_full, size["v"])
+                if cutlass.const_expr(feed.v is not None):
+                    _fetch_once(feed.v, keys, bars.v_full, size["v"], member + step == 0)
                 cute.arch.mbarrier_wait(bars.do_free + douts.slot, douts.phase ^ 1)
                 _fetch(feed.do, place, douts.slot, bars.do_full + douts.slot, size["do"])
                 douts = advanced(douts, shape.do_slots)
