@@ -36,11 +36,13 @@ class Scratch(NamedTuple):
     dq: cute.Tensor | None  # (tile_m * width_qk, query tiles, heads_q, batch): sums; None for width 0
     rows: cute.Tensor  # (2 * tile_m, query tiles, heads_q, batch): LSE in base 2 of a tile's rows, then their delta,
     # both in the order of value_place
-    counters: cute.Tensor  # (1 or 2,) Int32, one for each kernel whose CTAs draw
     turns: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: how often a part of dQ was added to
+    counters: cute.Tensor | None = None  # Int32, one for each kernel whose CTAs draw their units
 
 
-def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, parts: int = 0) -> Scratch:
+def scratch_of(
+    memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, parts: int = 0, counters: int = 0
+) -> Scratch:
     """`shape`: (query tiles, heads_q, batch); `parts` of dQ are added to in turn, 0: in any order."""
     tiles, heads, batch = shape
     row_tiles = Int64(tiles) * heads
@@ -49,15 +51,14 @@ def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, pa
         strides = (1, Int64(size), Int64(size) * tiles, size * row_tiles)
         return cute.make_tensor(iterator, cute.make_layout((size, tiles, heads, batch), stride=strides))
 
-    if width_qk == 0:
-        last = cute.recast_ptr(memory.iterator + 2 * tile_m * row_tiles * batch, dtype=Int32)
-        return Scratch(None, part(memory.iterator, 2 * tile_m), cute.make_tensor(last, cute.make_layout(2)))
     dq_size = tile_m * width_qk
     after = memory.iterator + dq_size * row_tiles * batch
-    dq, rows = part(memory.iterator, dq_size), part(after.align(16), 2 * tile_m)
-    last = cute.recast_ptr(after + 2 * tile_m * row_tiles * batch, dtype=Int32)
-    counters = cute.make_tensor(last + parts * row_tiles * batch, cute.make_layout(1))
-    return Scratch(dq, rows, counters, part(last, parts) if parts else None)
+    rows = part(after.align(16), 2 * tile_m)
+    words = cute.recast_ptr(after + 2 * tile_m * row_tiles * batch, dtype=Int32)
+    drawn = cute.make_tensor(words + parts * row_tiles * batch, cute.make_layout(counters)) if counters else None
+    return Scratch(
+        part(memory.iterator, dq_size) if width_qk else None, rows, part(words, parts) if parts else None, drawn
+    )
 
 
 def _lanes(width: int) -> int:
@@ -101,7 +102,8 @@ def prepare_kernel(
         vectors = cute.make_tensor(sums.iterator.align(16), cute.make_layout((4, cute.size(sums) // 4)))
         for i in cutlass.range(thread, cute.size(sums) // 4, THREADS, unroll=4):
             cute.autovec_copy(zeros, vectors[None, i])
-    _reset(scratch.counters, thread + tile + head + batch)
+    if cutlass.const_expr(scratch.counters is not None):
+        _reset(scratch.counters, thread + tile + head + batch)
     if cutlass.const_expr(scratch.turns is not None):
         turns = scratch.turns[None, tile, head, batch]
         if thread < cute.size(turns):

@@ -17,11 +17,12 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from ..common import delta
+from ..common.entry import BoundedEntry, PlainEntry
+from ..common.keyunits import Unit, first_key_tile, ticket_of, unit_count, unit_from, unit_of
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .epilogue import store_direct
 from .grad import convert
-from .grad.entry import BoundedEntry, PlainEntry
 from .grad.epilogue import add_dq, hand_over_dq
 from .grad.load import Feed, feed_unit, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
@@ -34,17 +35,7 @@ from .grad.memory import (
 from .grad.mma import Accumulators, BackwardMmas, Operands, as_operand, issue, make_accumulators, make_operands
 from .grad.pipeline import DS_STORED, BackwardPipelines, backward_states, open_backward
 from .grad.queue import announce, draw, open_units, receive, unit_states
-from .grad.schedule import (
-    FIRST_ADD_WARP,
-    LOAD_WARP,
-    Unit,
-    backward_schedule,
-    first_key_tile,
-    ticket_of,
-    unit_count,
-    unit_from,
-    unit_of,
-)
+from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, backward_schedule
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
@@ -93,7 +84,7 @@ class BackwardSm90(PlainEntry):
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
-        """Three kernels; see grad/entry.py."""
+        """Three kernels; see common/entry.py."""
         q, k, v, do, dq, dk, dv = tensors
         o, lse, dlse = others
         scale, left, right, softcap = numbers
@@ -116,7 +107,7 @@ class BackwardSm90(PlainEntry):
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
         parts = self.mmas.dq_parts if self.deterministic else 0
-        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts)
+        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, counters=1)
         delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v).launch(
             grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
         )

@@ -9,12 +9,12 @@ import cutlass.cute as cute
 from cute_flash.spec.plan import Plan
 
 from ..common import delta
+from ..common.entry import BoundedEntry, PlainEntry
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .dkdv import KeyGradientsSm90
 from .dkdv_whole import WholeKeyGradientsSm90
 from .dq import QueryGradientsSm90
-from .grad.entry import BoundedEntry, PlainEntry
 
 
 class ApartBackwardSm90(PlainEntry):
@@ -27,13 +27,13 @@ class ApartBackwardSm90(PlainEntry):
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
-        """See grad/entry.py."""
+        """See common/entry.py."""
         q, k, v, do, dq, dk, dv = tensors
         o, lse, dlse = others
         scale, left, right, softcap = numbers
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         by_row_tile = (cute.ceil_div(sizes.seqlen_q, self.tile_m), sizes.heads_q, sizes.batch)
-        scratch = delta.scratch_of(memory, by_row_tile, self.tile_m, 0)
+        scratch = delta.scratch_of(memory, by_row_tile, self.tile_m, 0, counters=2)
         delta.prepare_kernel(do, o, lse, dlse, scratch, self.tile_m, self.width_v).launch(
             grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
         )

@@ -15,6 +15,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from ..common.delta import Scratch
+from ..common.keyunits import unit_count
 from ..common.order import Sizes
 from .backward import BackwardSm90
 from .epilogue import store_direct
@@ -24,7 +25,7 @@ from .grad.memory import TmaSource, WideLayouts, wide_layouts, wide_storage
 from .grad.mma import issue
 from .grad.pipeline import DS_STORED, BackwardPipelines, open_backward
 from .grad.queue import open_units
-from .grad.schedule import LOAD_WARP, backward_schedule, unit_count
+from .grad.schedule import LOAD_WARP, backward_schedule
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .grad.wide_mma import WideAccumulators, WideMmas, WideOperands, make_wide_accumulators, make_wide_operands
 from .pipeline import wait_full

@@ -14,6 +14,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from ..common.delta import Scratch
+from ..common.keyunits import unit_count
 from ..common.order import Sizes
 from .backward import BackwardSm90
 from .grad.load import prefetch_descriptors
@@ -32,7 +33,7 @@ from .grad.mma import (
 )
 from .grad.pipeline import BackwardPipelines, open_backward
 from .grad.queue import open_units
-from .grad.schedule import LOAD_WARP, backward_schedule, unit_count
+from .grad.schedule import LOAD_WARP, backward_schedule
 from .grad.weights import capped_probabilities, exponentials, score_gradients, weights_and_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
