@@ -56,9 +56,8 @@ def scratch_of(
     rows = part(after.align(16), 2 * tile_m)
     words = cute.recast_ptr(after + 2 * tile_m * row_tiles * batch, dtype=Int32)
     drawn = cute.make_tensor(words + parts * row_tiles * batch, cute.make_layout(counters)) if counters else None
-    return Scratch(
-        part(memory.iterator, dq_size) if width_qk else None, rows, part(words, parts) if parts else None, drawn
-    )
+    sums = part(memory.iterator, dq_size) if width_qk else None
+    return Scratch(sums, rows, part(words, parts) if parts else None, drawn)
 
 
 def _lanes(width: int) -> int:
