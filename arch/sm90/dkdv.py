@@ -1,4 +1,4 @@
-"""dK and dV of wide heads on Hopper, in a kernel of their own: a CTA takes 64 keys at a time and walks their query tiles.
+"""dK and dV of wide heads on Hopper, in a kernel of their own: a CTA takes 64 keys at a time, walks their query tiles.
 
 The accumulators of dQ find no room beside dK and dV here, and every 64 keys would add a tile of dQ to memory: S and dP
 are computed once more instead (dq.py). So nothing is added in memory, and the result is bitwise repeatable.
