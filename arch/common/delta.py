@@ -1,4 +1,5 @@
-"""Before a backward: LSE in base 2 and delta = rowsum(dO * O) - dLSE of every row, and zeros where dQ will be summed.
+"""Before a backward: LSE in base 2 and delta = rowsum(dO * O) - dLSE of every row, and zeros: in the words by which CTAs
+agree on a part of dQ, and in the rows of dQ that no key tile visits.
 
 One CTA a tile of query rows. dS = P * (dP - delta), see FlashAttention-2 (arXiv 2307.08691), algorithm 2; a gradient
 through LSE adds P * dLSE to dS. Rows that saw no key, or do not exist, get LSE +inf and delta 0: their P is exactly 0.
@@ -10,10 +11,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from .blocks import seeing_tiles
 from .numeric import LOG2_E, NEG_INF
+from .order import Sizes
 
 THREADS = 128
 VECTOR = 8  # 16-bit elements in 16 bytes
+TOGETHER = 8  # vectors of dO, and as many of O, that a thread asks for before it waits
 
 
 def values_together(tile_m: int) -> int:
@@ -36,11 +40,12 @@ class Scratch(NamedTuple):
     dq: cute.Tensor | None  # (tile_m * width_qk, query tiles, heads_q, batch): sums; None for width 0
     rows: cute.Tensor  # (2 * tile_m, query tiles, heads_q, batch): LSE in base 2 of a tile's rows, then their delta,
     # both in the order of value_place
-    turns: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: how often a part of dQ was added to
+    words: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: who added to a part of dQ, see
+    # sm90/grad/sums.py
 
 
 def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, parts: int = 0) -> Scratch:
-    """`shape`: (query tiles, heads_q, batch); `parts` of dQ are added to in turn, 0: in any order."""
+    """`shape`: (query tiles, heads_q, batch); `parts` of a tile of dQ are added to apart."""
     tiles, heads, batch = shape
     row_tiles = Int64(tiles) * heads
 
@@ -53,8 +58,6 @@ def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, pa
     dq_size = tile_m * width_qk
     after = memory.iterator + dq_size * row_tiles * batch
     dq, rows = part(memory.iterator, dq_size), part(after.align(16), 2 * tile_m)
-    if parts == 0:
-        return Scratch(dq, rows)
     last = after + 2 * tile_m * row_tiles * batch
     return Scratch(dq, rows, part(cute.recast_ptr(last, dtype=Int32), parts))
 
@@ -68,9 +71,21 @@ def _lanes(width: int) -> int:
 
 
 def _row_vector(rows: cute.Tensor, row: Int32, first: Int32) -> cute.TensorSSA:
-    """Elements [first, first + 8) of a row, in float32, by one load."""
+    """Elements [first, first + 8) of a row, by one load."""
     start = cute.domain_offset((row, first), rows).iterator
-    return cute.make_tensor(start.align(16), cute.make_layout(VECTOR)).load().to(Float32)
+    return cute.make_tensor(start.align(16), cute.make_layout(VECTOR)).load()
+
+
+@cute.jit
+def _zero_rows(rows: cute.Tensor, row_start: Int32, tile_m: int, thread: Int32):
+    """rows: (seqlen_q, head_dim), 16-byte aligned."""
+    vectors = rows.shape[1] // VECTOR
+    count = cutlass.min(tile_m, rows.shape[0] - row_start) * vectors
+    zeros = cute.make_rmem_tensor((VECTOR,), rows.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range(thread, count, THREADS, unroll=1):
+        start = cute.domain_offset((row_start + i // vectors, i % vectors * VECTOR), rows).iterator
+        cute.autovec_copy(zeros, cute.make_tensor(start.align(16), cute.make_layout(VECTOR)))
 
 
 @cute.kernel
@@ -79,44 +94,56 @@ def prepare_kernel(
     o: cute.Tensor,
     lse: cute.Tensor,
     dlse: cute.Tensor | None,
+    dq: cute.Tensor | None,  # where it is summed
     scratch: Scratch,
-    tile_m: cutlass.Constexpr[int],
-    width_v: cutlass.Constexpr[int],
+    sizes: Sizes,
+    shape: cutlass.Constexpr,  # (tile, width_v, mask)
+    variant: cutlass.Constexpr,
 ):
+    tile_shape, width_v, mask = shape
+    tile_m = tile_shape.tile_m
     thread, _, _ = cute.arch.thread_idx()
     tile, head, batch = cute.arch.block_idx()
-    if cutlass.const_expr(scratch.dq is not None):
+    if cutlass.const_expr(variant == ""):
+        cute.arch.griddepcontrol_launch_dependents()
+    if cutlass.const_expr(variant == "three"):
         sums = scratch.dq[None, tile, head, batch]
         zeros = cute.make_rmem_tensor((4,), Float32)
         zeros.fill(0.0)
         vectors = cute.make_tensor(sums.iterator.align(16), cute.make_layout((4, cute.size(sums) // 4)))
         for i in cutlass.range(thread, cute.size(sums) // 4, THREADS, unroll=4):
             cute.autovec_copy(zeros, vectors[None, i])
-    if cutlass.const_expr(scratch.turns is not None):
-        turns = scratch.turns[None, tile, head, batch]
-        if thread < cute.size(turns):
-            turns[thread] = Int32(0)
+    if cutlass.const_expr(dq is not None):
+        words = scratch.words[None, tile, head, batch]
+        if thread < cute.size(words):
+            words[thread] = Int32(0)
+        seqlens, bounds = (sizes.seqlen_q, sizes.seqlen_k), (sizes.left, sizes.right)
+        first, last = seeing_tiles(tile * tile_m, tile_shape, seqlens, bounds, mask)
+        if first >= last:
+            _zero_rows(dq[batch, None, head, None], tile * tile_m, tile_m, thread)
     values = scratch.rows[None, tile, head, batch]
     lanes = _lanes(width_v)
     do_rows, o_rows = do[batch, None, head, None], o[batch, None, head, None]
+    steps, rows_together = tile_m * lanes // THREADS, THREADS // lanes
     column = thread % lanes * VECTOR
-    for step in cutlass.range_constexpr(tile_m * lanes // THREADS):
-        in_tile = step * (THREADS // lanes) + thread // lanes
-        row = tile * tile_m + in_tile
-        total = Float32(0.0)
-        if row < do_rows.shape[0] and column < do_rows.shape[1]:
-            product = _row_vector(do_rows, row, column) * _row_vector(o_rows, row, column)
+    inside = cutlass.min(column, do_rows.shape[1] - VECTOR)
+    for start in cutlass.range_constexpr(0, steps, TOGETHER):
+        loaded = []
+        for step in cutlass.range_constexpr(start, min(start + TOGETHER, steps)):
+            # what does not exist is read elsewhere and given no weight: loads that depend on nothing are all in flight
+            row = cutlass.min(tile * tile_m + step * rows_together + thread // lanes, do_rows.shape[0] - 1)
+            shift = dlse[batch, head, row] if cutlass.const_expr(dlse is not None) else Float32(0.0)
+            vectors = _row_vector(do_rows, row, inside), _row_vector(o_rows, row, inside)
+            loaded.append((*vectors, lse[batch, head, row], shift))
+        for each in cutlass.range_constexpr(len(loaded)):
+            in_tile = (start + each) * rows_together + thread // lanes
+            do_vector, o_vector, value, shift = loaded[each]
+            product = do_vector.to(Float32) * o_vector.to(Float32)
             total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
-        lse_log2 = Float32(-NEG_INF)
-        if row < do_rows.shape[0]:
-            value = lse[batch, head, row]
-            if cutlass.const_expr(dlse is not None):
-                total = total - dlse[batch, head, row]
-            if value != NEG_INF:
-                lse_log2 = value * LOG2_E
-            else:
-                total = Float32(0.0)
-        if column == 0:
-            values[value_place(in_tile, tile_m)] = lse_log2
-            values[tile_m + value_place(in_tile, tile_m)] = total
+            total = Float32(cutlass.select_(column == inside, total, Float32(0.0)))
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes) - shift
+            seen = (tile * tile_m + in_tile < do_rows.shape[0]) & (value != NEG_INF)
+            place = value_place(in_tile, tile_m)
+            if column == 0:
+                values[place] = Float32(cutlass.select_(seen, value * LOG2_E, Float32(-NEG_INF)))
+                values[tile_m + place] = Float32(cutlass.select_(seen, total, Float32(0.0)))

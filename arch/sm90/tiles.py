@@ -198,8 +198,7 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == APART:
         return (replace(plan, tile=Tile(64, 64, stages=3)),) if plan.head_dim < 256 else ()
-    rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
-    return tuple(replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows)
+    return tuple(replace(plan, variant=variant) for variant in ("three", "sequential"))
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:
@@ -210,4 +209,4 @@ def backward_scratch(plan: Plan) -> ScratchRule:
     if plan.variant == APART:
         return ScratchRule(plan.tile.tile_m, 2)
     width_dq = dq_width(plan.head_dim, plan.tile)
-    return ScratchRule(plan.tile.tile_m, width_dq + 2, 2 if plan.deterministic else 0)
+    return ScratchRule(plan.tile.tile_m, width_dq + 2, 2)

@@ -72,6 +72,7 @@ def load_role(pipes: BackwardPipelines, feed: Feed, unit: Unit, stages: cutlass.
     tiles = unit.tiles
     if tiles.count > 0:
         fetch(pipes.k, k_state, feed.k, unit.key_block, unit.head_kv)
+        cute.arch.griddepcontrol_wait()
         for member in cutlass.range(unit.group, unroll=1):
             for step in cutlass.range(tiles.count, unroll=1):
                 head, at = unit.head_first + member, tiles.first + step

@@ -52,12 +52,3 @@ def unit_of(sizes: Sizes, tile: cutlass.Constexpr, widths: cutlass.Constexpr, ma
     seqlens, bounds = (sizes.seqlen_q, sizes.seqlen_k), (sizes.left, sizes.right)
     tiles = row_tiles(key_block * tile.tile_n, tile, seqlens, bounds, mask)
     return Unit(key_block, work.head, work.batch, work.head * group, group, tiles)
-
-
-@cute.jit
-def first_key_tile(row_start: Int32, tile_n: int, sizes: Sizes, mask: cutlass.Constexpr) -> Int32:
-    """The first of the key tiles whose CTA visits the query tile that starts at row_start."""
-    first = Int32(0)
-    if cutlass.const_expr(mask.left):
-        first = cutlass.max(0, row_start + sizes.seqlen_k - sizes.seqlen_q - sizes.left) // tile_n
-    return first
