@@ -1,5 +1,4 @@
-"""Before a backward: LSE in base 2 and delta = rowsum(dO * O) - dLSE of every row, and zeros: in the words by which CTAs
-agree on a part of dQ, and in the rows of dQ that no key tile visits.
+"""Before a backward: LSE in base 2 and delta = rowsum(dO * O) - dLSE of every row, and zeros where dQ will be summed.
 
 One CTA a tile of query rows. dS = P * (dP - delta), see FlashAttention-2 (arXiv 2307.08691), algorithm 2; a gradient
 through LSE adds P * dLSE to dS. Rows that saw no key, or do not exist, get LSE +inf and delta 0: their P is exactly 0.
@@ -11,9 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .blocks import seeing_tiles
 from .numeric import LOG2_E, NEG_INF
-from .order import Sizes
 
 THREADS = 128
 VECTOR = 8  # 16-bit elements in 16 bytes
@@ -40,12 +37,29 @@ class Scratch(NamedTuple):
     dq: cute.Tensor | None  # (tile_m * width_qk, query tiles, heads_q, batch): sums; None for width 0
     rows: cute.Tensor  # (2 * tile_m, query tiles, heads_q, batch): LSE in base 2 of a tile's rows, then their delta,
     # both in the order of value_place
-    words: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: who added to a part of dQ, see
-    # sm90/grad/sums.py
+    zeroed: cute.Tensor | None = None  # (heads_kv * batch,) Int32: pieces of a head's dq that are zero, see Ahead
+    turns: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: how often a part of dQ was added to
+
+
+class Ahead(NamedTuple):
+    """Who zeroes the sums: the CTA of key tile i those of piece i + distance, this kernel those before. A head has as
+    many pieces as key tiles, in the order in which key tiles start."""
+
+    distance: Int32
+    key_tiles: Int32  # of a head
+    group: Int32
+
+    def tiles_of_piece(self, query_tiles: Int32) -> Int32:
+        """Query tiles, counted through the heads of a group."""
+        return (query_tiles * self.group + self.key_tiles - 1) // self.key_tiles
+
+    def piece_of(self, row: Int32, tile_in_row: Int32, query_tiles: Int32) -> Int32:
+        """`row`: of key heads, all batch entries in turn; `tile_in_row`: through the heads of its group."""
+        return row * self.key_tiles + tile_in_row // self.tiles_of_piece(query_tiles)
 
 
 def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, parts: int = 0) -> Scratch:
-    """`shape`: (query tiles, heads_q, batch); `parts` of a tile of dQ are added to apart."""
+    """`shape`: (query tiles, heads_q, batch); `parts` of dQ are added to in turn, 0: in any order."""
     tiles, heads, batch = shape
     row_tiles = Int64(tiles) * heads
 
@@ -58,8 +72,10 @@ def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, pa
     dq_size = tile_m * width_qk
     after = memory.iterator + dq_size * row_tiles * batch
     dq, rows = part(memory.iterator, dq_size), part(after.align(16), 2 * tile_m)
-    last = after + 2 * tile_m * row_tiles * batch
-    return Scratch(dq, rows, part(cute.recast_ptr(last, dtype=Int32), parts))
+    words = cute.recast_ptr(after + 2 * tile_m * row_tiles * batch, dtype=Int32)
+    count = row_tiles * batch
+    zeroed = cute.make_tensor(words, cute.make_layout(count))
+    return Scratch(dq, rows, zeroed, part(words + count, parts) if parts else None)
 
 
 def _lanes(width: int) -> int:
@@ -77,15 +93,12 @@ def _row_vector(rows: cute.Tensor, row: Int32, first: Int32) -> cute.TensorSSA:
 
 
 @cute.jit
-def _zero_rows(rows: cute.Tensor, row_start: Int32, tile_m: int, thread: Int32):
-    """rows: (seqlen_q, head_dim), 16-byte aligned."""
-    vectors = rows.shape[1] // VECTOR
-    count = cutlass.min(tile_m, rows.shape[0] - row_start) * vectors
-    zeros = cute.make_rmem_tensor((VECTOR,), rows.element_type)
+def _zero(sums: cute.Tensor, thread: Int32):
+    zeros = cute.make_rmem_tensor((4,), Float32)
     zeros.fill(0.0)
-    for i in cutlass.range(thread, count, THREADS, unroll=1):
-        start = cute.domain_offset((row_start + i // vectors, i % vectors * VECTOR), rows).iterator
-        cute.autovec_copy(zeros, cute.make_tensor(start.align(16), cute.make_layout(VECTOR)))
+    vectors = cute.make_tensor(sums.iterator.align(16), cute.make_layout((4, cute.size(sums) // 4)))
+    for i in cutlass.range(thread, cute.size(sums) // 4, THREADS, unroll=4):
+        cute.autovec_copy(zeros, vectors[None, i])
 
 
 @cute.kernel
@@ -94,33 +107,27 @@ def prepare_kernel(
     o: cute.Tensor,
     lse: cute.Tensor,
     dlse: cute.Tensor | None,
-    dq: cute.Tensor | None,  # where it is summed
     scratch: Scratch,
-    sizes: Sizes,
-    shape: cutlass.Constexpr,  # (tile, width_v, mask)
-    variant: cutlass.Constexpr,
+    ahead: Ahead | None,
+    tile_m: cutlass.Constexpr[int],
+    width_v: cutlass.Constexpr[int],
+    variant: cutlass.Constexpr[str],
 ):
-    tile_shape, width_v, mask = shape
-    tile_m = tile_shape.tile_m
     thread, _, _ = cute.arch.thread_idx()
     tile, head, batch = cute.arch.block_idx()
-    if cutlass.const_expr(variant == ""):
+    if cutlass.const_expr("pdl" in variant):
         cute.arch.griddepcontrol_launch_dependents()
-    if cutlass.const_expr(variant == "three"):
-        sums = scratch.dq[None, tile, head, batch]
-        zeros = cute.make_rmem_tensor((4,), Float32)
-        zeros.fill(0.0)
-        vectors = cute.make_tensor(sums.iterator.align(16), cute.make_layout((4, cute.size(sums) // 4)))
-        for i in cutlass.range(thread, cute.size(sums) // 4, THREADS, unroll=4):
-            cute.autovec_copy(zeros, vectors[None, i])
-    if cutlass.const_expr(dq is not None):
-        words = scratch.words[None, tile, head, batch]
-        if thread < cute.size(words):
-            words[thread] = Int32(0)
-        seqlens, bounds = (sizes.seqlen_q, sizes.seqlen_k), (sizes.left, sizes.right)
-        first, last = seeing_tiles(tile * tile_m, tile_shape, seqlens, bounds, mask)
-        if first >= last:
-            _zero_rows(dq[batch, None, head, None], tile * tile_m, tile_m, thread)
+    if cutlass.const_expr(scratch.dq is not None):
+        tiles, heads, _ = cute.arch.grid_dim()
+        row, in_row = batch * (heads // ahead.group) + head // ahead.group, head % ahead.group * tiles + tile
+        if thread == 0 and in_row == 0:
+            scratch.zeroed[row] = Int32(0)
+        if ahead.piece_of(row, in_row, tiles) < ahead.distance:
+            _zero(scratch.dq[None, tile, head, batch], thread)
+    if cutlass.const_expr(scratch.turns is not None):
+        turns = scratch.turns[None, tile, head, batch]
+        if thread < cute.size(turns):
+            turns[thread] = Int32(0)
     values = scratch.rows[None, tile, head, batch]
     lanes = _lanes(width_v)
     do_rows, o_rows = do[batch, None, head, None], o[batch, None, head, None]

@@ -19,12 +19,12 @@ from cute_flash.spec.plan import Plan
 from ..common import delta
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
-from .grad import convert, sums
+from .grad import convert, zeros
 from .grad.entry import BoundedEntry, PlainEntry
-from .grad.epilogue import GradientRoom, hand_over_dq, store_rows
+from .grad.epilogue import GradientRoom, add_dq, hand_over_dq, store_rows
 from .grad.load import Feed, load_role, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
-from .grad.memory import BackwardLayouts, TmaSource, backward_layouts, backward_storage
+from .grad.memory import ZEROS, BackwardLayouts, TmaSource, backward_layouts, backward_storage
 from .grad.mma import Accumulators, BackwardMmas, Operands, as_operand, issue, make_accumulators, make_operands
 from .grad.pipeline import (
     DQ_EMPTY,
@@ -35,7 +35,7 @@ from .grad.pipeline import (
     backward_states,
     open_backward,
 )
-from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Unit, backward_schedule, unit_of
+from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, ZERO_WARP, Unit, ahead_of, backward_schedule, first_key_tile, unit_of
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
@@ -78,11 +78,10 @@ class BackwardSm90(PlainEntry):
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
-        self.variant = plan.variant
+        self.deterministic = plan.deterministic
+        self.variant = plan.variant or "ahead"
         self.width_dq = dq_width(plan.head_dim, plan.tile)
         self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype)
-        columns, three = self.mmas.dq_columns, plan.variant == "three"
-        self.sums = sums.SumShape(plan.tile, columns, plan.mask, dtype, plan.deterministic, three)
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
@@ -110,39 +109,43 @@ class BackwardSm90(PlainEntry):
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
-        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, self.schedule.mma_warpgroups)
-        shape = (tile, self.width_v, self.mask)
-        delta.prepare_kernel(do, o, lse, dlse, dq, scratch, sizes, shape, self.variant).launch(
+        parts = self.schedule.mma_warpgroups if self.deterministic else 0
+        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts)
+        key_blocks = cute.ceil_div(sizes.seqlen_k, tile.tile_n)
+        units = key_blocks * sizes.heads_kv * sizes.batch
+        ahead = ahead_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
+        if cutlass.const_expr("before" in self.variant):
+            ahead = delta.Ahead(units, ahead.key_tiles, ahead.group)
+        delta.prepare_kernel(do, o, lse, dlse, scratch, ahead, tile.tile_m, self.width_v, self.variant).launch(
             grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
         )
         factors = (scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
-        key_blocks = cute.ceil_div(sizes.seqlen_k, tile.tile_n)
-        self.kernel(sources, scratch, dq, scale, factors, sizes, layouts).launch(
-            grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1),
+        zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, units)
+        self.kernel(sources, zeroing, scale, factors, sizes, layouts).launch(
+            grid=(units, 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=self.variant == "",
+            use_pdl="pdl" in self.variant,
         )
-        if cutlass.const_expr(self.sums.three):
-            convert.convert_kernel(scratch.dq, dq, scale, self.sums).launch(
-                grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream
-            )
+        shape = (tile.tile_m, self.mmas.dq_columns)
+        convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
+            grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream
+        )
 
     @cute.kernel
     def kernel(
         self,
         sources: Sources,
-        scratch: delta.Scratch,
-        dq: cute.Tensor,
+        zeroing: zeros.Zeroing,
         scale: Float32,
         factors: tuple,
         sizes: Sizes,
         layouts: BackwardLayouts,
     ):
-        tile, schedule = self.tile, self.schedule
+        tile, schedule, scratch = self.tile, self.schedule, zeroing.scratch
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         prefetch_descriptors(warp_index, (sources.k, sources.q, sources.v, sources.do))
@@ -156,9 +159,6 @@ class BackwardSm90(PlainEntry):
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
         parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, schedule.mma_warpgroups)
         s_dq = storage.dq.get_tensor(cute.make_layout(parts))
-        landed = storage.landed.data_ptr()
-        if thread < schedule.mma_warpgroups:
-            cute.arch.mbarrier_init(landed + thread, 1)
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
 
         unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
@@ -176,10 +176,16 @@ class BackwardSm90(PlainEntry):
                 )
                 load_role(pipes, feed, unit, tile.stages)
             elif warp_index < FIRST_ADD_WARP + schedule.mma_warpgroups:
-                landing = storage.landing.get_tensor(cute.make_layout(parts))
-                work = sums.Sums(s_dq, landing, landed, scratch, dq, scale, sizes)
-                cute.arch.griddepcontrol_wait()
-                sums.add_role(work, unit, warp_index - FIRST_ADD_WARP, self.sums)
+                if cutlass.const_expr("pdl" in self.variant):
+                    cute.arch.griddepcontrol_wait()
+                if cutlass.const_expr("ahead" in self.variant):
+                    if unit.tiles.count > 0:
+                        zeros.wait_zeroed(zeroing, unit)
+                self.add_role(s_dq, scratch, unit, warp_index - FIRST_ADD_WARP, sizes)
+            elif cutlass.const_expr("ahead" in self.variant):
+                if cutlass.const_expr("pdl" in self.variant):
+                    cute.arch.griddepcontrol_wait()
+                zeros.zero_role(zeroing, storage.zeros.get_tensor(cute.make_layout(ZEROS)), cute.arch.block_idx()[0])
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             context = MmaContext(
@@ -201,6 +207,22 @@ class BackwardSm90(PlainEntry):
                 GradientRoom(room(storage.v, layouts.dv), sources.dv),
             )
             self.leave(context.acc, rooms, unit, thread - WARPGROUP, scale)
+
+    @cute.jit
+    def add_role(self, s_dq: cute.Tensor, scratch: delta.Scratch, unit: Unit, group: Int32, sizes: Sizes):
+        tiles = unit.tiles
+        if tiles.count > 0:
+            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
+        for member in cutlass.range(unit.group, unroll=1):
+            for step in cutlass.range(tiles.count, unroll=1):
+                at, head = tiles.first + step, unit.head_first + member
+                parts = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
+                more = (member + 1 < unit.group) | (step + 1 < tiles.count)
+                order = (None, 0)
+                if cutlass.const_expr(self.deterministic):
+                    first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
+                    order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
+                add_dq(s_dq, parts, group, more, order)
 
     @cute.jit
     def mma_role(self, context: MmaContext, unit: Unit):

@@ -66,6 +66,7 @@ CELLS = (
     cell((96, 64), (129, 100), causal=True, heads=(2, 1)),
     cell(64, (300, 400), window=(70, 30), deterministic=True),  # a query tile's first key tile is not 0
     cell(128, (65, 200), heads=(2, 1), deterministic=True),
+    cell(64, (130, 200), heads=(6, 3), batch=2),  # zeros for later heads
     cell(256, (65, 65), causal=True),
     cell(256, (129, 63), heads=(2, 1)),
     cell((192, 128), (127, 130), causal=True, heads=(2, 1)),

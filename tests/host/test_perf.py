@@ -1,5 +1,6 @@
 """The measuring scripts without a GPU: the check that gates numbers, slices that resume, a worker that breaks."""
 
+import csv
 import sys
 import textwrap
 from dataclasses import replace
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from perf import baselines, bench, check, points, records, report, series, supervise
+from perf import baselines, bench, check, points, records, report, series, supervise, train
 from scripts import sass
 from tests import oracle
 
@@ -207,3 +208,20 @@ def test_a_wait_out_of_line_belongs_to_its_loop():
     assert len(code) == 10
     ((size, body),) = sass.main_loops(code)
     assert size == 8 and body["SYNCS"] == 1 and body["STL"] == 1 and body["HGMMA.64x128x16 SS"] == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def test_models_that_differ_by_their_attention_learn_alike(tmp_path: Path):
+    out = tmp_path / "train.csv"
+    words = ["--dry", "--steps", "25", "--contestants", "ours,fa2", "--commit", "c", "--out", str(out)]
+    assert train.main(words) == 0
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    curves = {name: [float(r["loss"]) for r in rows if r["contestant"] == name] for name in ("ours", "fa2")}
+    assert all(len(curve) == 25 and curve[-1] < curve[0] - 0.3 for curve in curves.values())
+    assert max(abs(a - b) for a, b in zip(*curves.values(), strict=True)) < 0.02
+    assert all(float(row["ms"]) > 0 and row["commit"] == "c" for row in rows)
+    with pytest.raises(SystemExit):
+        train.arguments(["--width", "200"])

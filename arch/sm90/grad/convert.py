@@ -1,11 +1,16 @@
-"""After a backward: dQ is scaled and rounded, a query tile a CTA."""
+"""After a backward: dQ leaves the order in which it was summed, is scaled and rounded.
+
+The sums of 64 rows lie as a warpgroup's wgmma accumulators (memory.dq_chunks): 128 threads read them as they lie, each
+16 bytes beside its neighbour's, and four lanes exchange their words so that each stores 16 bytes of a row.
+"""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from ..epilogue import store_direct
 from ..schedule import WARPGROUP
-from .sums import Place, round_part
+from .memory import dq_chunks
 
 PARTS = 2  # of a query tile, a warpgroup of this kernel each
 THREADS = PARTS * WARPGROUP
@@ -16,11 +21,24 @@ def convert_kernel(
     sums: cute.Tensor,  # (tile_m * width_dq, query tiles, heads_q, batch) float32
     dq: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
     scale: Float32,
-    shape: cutlass.Constexpr,  # SumShape
+    shape: cutlass.Constexpr,  # (tile_m, columns of a part, which has 64 rows)
 ):
+    tile_m, columns = shape
     thread, _, _ = cute.arch.thread_idx()
     tile, head, batch = cute.arch.block_idx()
     part, lane = cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP
-    size = 64 * shape.columns
-    mine = cute.make_tensor(sums[None, tile, head, batch].iterator + part * size, cute.make_layout(size))
-    round_part(mine, (dq, scale), Place(tile, head, batch), part, (lane, WARPGROUP), shape)
+    start = (sums[None, tile, head, batch].iterator + part * (64 * columns)).align(16)
+    mine = cute.make_tensor(start, dq_chunks(columns // 2))[None, None, lane]  # (4, columns / 8)
+    values = cute.make_rmem_tensor((4, columns // 8), Float32)
+    for chunk in cutlass.range_constexpr(columns // 8):
+        cute.autovec_copy(mine[None, chunk], values[None, chunk])
+    values.store(values.load() * scale)
+    row, column = tile * tile_m, 0
+    if cutlass.const_expr(tile_m == 64):
+        column = part * columns
+    else:
+        row += part * 64
+    rows = dq[batch, None, head, None]
+    beyond = cute.make_layout((rows.shape[0], rows.shape[1] - column), stride=rows.stride)
+    there = cute.make_tensor(cute.domain_offset((0, column), rows).iterator, beyond)
+    store_direct(values, there, lane, row, dq.element_type)

@@ -1,17 +1,16 @@
 """dK and dV leave: registers -> shared memory (stmatrix, in the rooms of K and V) -> TMA, each warpgroup its 64 keys.
-dQ leaves a tile at a time: registers -> shared memory, where a warp of its own fetches it (sums.py)."""
+dQ leaves a tile at a time: registers -> shared memory -> added to global memory by a warp of its own."""
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ..epilogue import registers_to_smem
-from ..mma import first_column, first_row
 from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .memory import TmaSource, dq_place
+from .memory import TmaSource, dq_chunks
 from .pipeline import DQ_EMPTY, DQ_FULL, DQ_THREADS, STORED
 
 
@@ -66,13 +65,63 @@ def hand_over_dq(dq: cute.Tensor, parts: cute.Tensor, thread: Int32):
     """
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     cute.arch.barrier(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
-    columns, start = 2 * cute.size(dq), parts[None, group].iterator
-    row, column = first_row(thread % WARPGROUP), first_column(thread)
-    values = cute.make_tensor(dq.iterator, cute.make_layout((2, 2, columns // 8)))
-    for eight in cutlass.range_constexpr(columns // 8):
-        place = cute.assume(dq_place(row, eight, columns) + column, divby=2)
-        for r in cutlass.range_constexpr(2):
-            there = start + place + 8 * r * columns
-            cute.autovec_copy(values[None, r, eight], cute.make_tensor(there, cute.make_layout(2)))
+    registers = cute.size(dq)
+    part = cute.make_tensor(parts[None, group].iterator.align(16), dq_chunks(registers))
+    mine = part[None, None, thread % WARPGROUP]  # (4, registers / 4)
+    values = cute.make_tensor(dq.iterator, cute.make_layout((4, registers // 4)))
+    for chunk in cutlass.range_constexpr(registers // 4):
+        cute.autovec_copy(values[None, chunk], mine[None, chunk])
     cute.arch.fence_view_async_shared()
     cute.arch.barrier_arrive(barrier_id=DQ_FULL + group, number_of_threads=DQ_THREADS)
+
+
+@cute.jit
+def _wait_for(turns: cute.Tensor, group: Int32, turn: Int32):
+    """Until a part of dQ was added to `turn` times. CTAs of lower index come first: they have started before."""
+    address = (turns.iterator + group).toint()
+    seen = Int32(-1)
+    while seen != turn:
+        seen = cute.arch.inline_ptx(
+            "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+        )
+    cute.arch.inline_ptx("fence.proxy.async.global;")
+
+
+@cute.jit
+def _pass_on(turns: cute.Tensor, group: Int32):
+    """The addition is complete, not only read from shared memory."""
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+    cute.arch.inline_ptx("fence.proxy.async.global;")
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[(turns.iterator + group).toint()]
+        )
+
+
+@cute.jit
+def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, more: bool, order: tuple):
+    """One warp: waits for a part of dQ, adds it to global memory and, if `more` follow, gives the room back.
+
+    parts: (elements, warpgroups) in shared memory, sums: the same tile in global memory. `order`: (turns, turn) where
+    CTAs add in turn, see common/delta.py, else (None, 0).
+    """
+    turns, turn = order
+    cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=DQ_THREADS)
+    if cutlass.const_expr(turns is not None):
+        _wait_for(turns, group, turn)
+    size = cute.size(parts, mode=[0])
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[
+                sums[None, group].iterator.toint(),
+                parts[None, group].iterator.toint(),
+                Int32(size * Float32.width // 8),
+            ],
+        )
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    if more:
+        cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
+    if cutlass.const_expr(turns is not None):
+        _pass_on(turns, group)

@@ -6,8 +6,8 @@ sQ      (tile_m, width_qk, stages)     ring
 sdO     (tile_m, width_v, stages)      ring
 sRows   (tile_m, 2, stages)            float32: LSE in base 2 and delta of the rows of sQ, a ring with it
 sdS     (tile_m, tile_n, DS_SLOTS)     queries contiguous, as the wgmma that makes dS^T leaves them
-sdQ     (64 * columns, warpgroups)     float32, in the order of dq_place
-landing the same                       where sums that are complete come back to be rounded: see sums.py
+sdQ     (64 * columns, warpgroups)     float32, in the order of the registers: see dq_chunks
+sZeros  (ZEROS,)                       float32: see zeros.py
 
 Every operand lies once and is read both ways: K is the A operand (keys x width) of S^T = K Q^T, and the B operand
 (width x keys) of dQ = dS K; likewise Q and dO.
@@ -17,15 +17,16 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import LayoutEnum
 
 from cute_flash.spec.plan import Tile
 
 from ..memory import SWIZZLE_ALIGN
-from ..schedule import ROWS_PER_WARPGROUP
+from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
 
+ZEROS = 2048  # floats, in shared memory: 8 kB leave for the sums of later CTAs at a time
 DS_SLOTS = 2  # a warpgroup may store its next dS while another still multiplies the last one
 
 
@@ -83,14 +84,13 @@ def backward_storage(layouts: BackwardLayouts, tile: Tile, width_dq: int, dtype:
         v_barriers: cute.struct.MemRange[Int64, 2]
         q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
         do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
-        landed: cute.struct.MemRange[Int64, tile.tile_n // ROWS_PER_WARPGROUP]
         k: room(layouts.k, layouts.dk)
         v: room(layouts.v, layouts.dv)
         q: room(layouts.q)
         do: room(layouts.do)
         ds: room(layouts.ds)
         dq: floats(tile.tile_m * width_dq)
-        landing: floats(tile.tile_m * width_dq)
+        zeros: floats(ZEROS)
         rows: floats(2 * tile.tile_m * tile.stages)
 
     return Storage
@@ -188,7 +188,10 @@ def transposed(smem: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(smem.iterator, cute.select(smem.layout, mode=[1, 0, 2]))
 
 
-def dq_place(row: Int32, eight: Int32, columns: int) -> Int32:
-    """Where element (row, 8 * eight) lies in a part of dQ, and seven after it: row by row, and in a row the eights of
-    columns exchanged so that the four rows which half a warp stores, eight bytes a thread, differ in their banks."""
-    return row * columns + eight // 4 * 32 + (eight % 4 * 8 ^ row % 4 * 8)
+def dq_chunks(registers: int) -> cute.Layout:
+    """Where a warpgroup's float32 accumulators lie in its part of dQ: (register % 4, register / 4, thread) -> element.
+
+    Four registers of a thread are neighbours, then come the threads: every store is 16 bytes, with no bank conflict,
+    and the part is one piece of memory for the bulk addition. grad/convert.py undoes it.
+    """
+    return cute.make_layout((4, registers // 4, WARPGROUP), stride=(1, 4 * WARPGROUP, 4))

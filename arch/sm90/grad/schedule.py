@@ -3,6 +3,7 @@
 warp of the feeding warpgroup    does
 0                                TMA: K and V once, then Q with its row values and dO, a query tile at a time
 1 + w                            adds the part of dQ that MMA warpgroup w left in shared memory to global memory
+3                                zeroes where CTAs that start later will add
 """
 
 from typing import NamedTuple
@@ -12,10 +13,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ...common.blocks import RowTiles, row_tiles
-from ...common.order import Sizes, head_by_head, longest_first
+from ...common.delta import Ahead
+from ...common.order import Sizes, head_by_head, longest_first, section_width
 from ..schedule import BUDGETS, Schedule
 
-LOAD_WARP, FIRST_ADD_WARP = 0, 1
+LOAD_WARP, FIRST_ADD_WARP, ZERO_WARP = 0, 1, 3
 
 
 def backward_schedule(warpgroups: int) -> Schedule:
@@ -42,9 +44,7 @@ def unit_of(sizes: Sizes, tile: cutlass.Constexpr, widths: cutlass.Constexpr, ma
     group = sizes.heads_q // sizes.heads_kv
     if cutlass.const_expr(mask.causal and not mask.left):
         # the first keys are seen by most query tiles and start first, within as many heads as keep Q, dO, dQ in L2
-        rows = cutlass.min(sizes.seqlen_q, 1 << 17)  # beyond any L2, and the product stays within 32 bits
-        row_bytes = rows * (widths[0] * 6 + widths[1] * 2)
-        work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, row_bytes, Int32(1))
+        work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, _row_bytes(sizes, widths), Int32(1))
         key_block = blocks - 1 - work.m_block
     else:
         work = head_by_head(index, blocks, sizes.heads_kv)
@@ -52,3 +52,29 @@ def unit_of(sizes: Sizes, tile: cutlass.Constexpr, widths: cutlass.Constexpr, ma
     seqlens, bounds = (sizes.seqlen_q, sizes.seqlen_k), (sizes.left, sizes.right)
     tiles = row_tiles(key_block * tile.tile_n, tile, seqlens, bounds, mask)
     return Unit(key_block, work.head, work.batch, work.head * group, group, tiles)
+
+
+@cute.jit
+def ahead_of(sizes: Sizes, tile: cutlass.Constexpr, widths: cutlass.Constexpr, mask: cutlass.Constexpr) -> Ahead:
+    """Zeros are made so far ahead that all of a head are made by CTAs that start before any of its own does: as far as
+    the key tiles of one head are apart in the order of unit_of."""
+    blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
+    rows = sizes.heads_kv * sizes.batch
+    if cutlass.const_expr(mask.causal and not mask.left):
+        rows = section_width(rows, _row_bytes(sizes, widths))
+    return Ahead(rows * blocks if cutlass.const_expr(mask.causal and not mask.left) else blocks, blocks, sizes.heads_q // sizes.heads_kv)
+
+
+def _row_bytes(sizes: Sizes, widths: tuple) -> Int32:
+    """Of Q, dO and dQ of a head, which should stay in L2."""
+    rows = cutlass.min(sizes.seqlen_q, 1 << 17)  # beyond any L2, and the product stays within 32 bits
+    return rows * (widths[0] * 6 + widths[1] * 2)
+
+
+@cute.jit
+def first_key_tile(row_start: Int32, tile_n: int, sizes: Sizes, mask: cutlass.Constexpr) -> Int32:
+    """The first of the key tiles whose CTA visits the query tile that starts at row_start."""
+    first = Int32(0)
+    if cutlass.const_expr(mask.left):
+        first = cutlass.max(0, row_start + sizes.seqlen_k - sizes.seqlen_q - sizes.left) // tile_n
+    return first
