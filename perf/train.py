@@ -24,7 +24,6 @@ from . import baselines, machine
 from .points import Point
 
 COLUMNS = ("gpu", "uuid", "date", "commit", "torch", "contestant", "version", "step", "loss", "ms")
-VOCABULARY = 1024
 HEAD_DIM = 128
 SUCCESSORS = 4  # of a token
 WARM_STEPS = 10  # without a place in the medians: kernels compile, the allocator settles
@@ -40,13 +39,16 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--width", type=int, default=2048, help=f"of the model, in heads of {HEAD_DIM}")
     add("--seqlen", type=int, default=4096)
     add("--batch", type=int, default=2)
+    add("--vocabulary", type=int, default=1024)
+    add("--rate", type=float, default=3e-4, help="of learning")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("perf/results/train.csv"), help="CSV that is written")
     add("--commit", default="", help="commit of the code where there is no git")
     add("--dry", action="store_true", help="a tiny model on the CPU: tries the script, measures nothing")
     args = parser.parse_args(argv)
     if args.dry:
-        args.layers, args.width, args.seqlen, args.batch = 1, HEAD_DIM, 32, 2
+        args.layers, args.width, args.seqlen, args.batch = 1, HEAD_DIM, 32, 8
+        args.vocabulary, args.rate = 16, 3e-3
     if args.width % HEAD_DIM:
         parser.error(f"--width={args.width} is no multiple of {HEAD_DIM}")
     return args
@@ -75,14 +77,14 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     def __init__(self, args: argparse.Namespace, contestant: baselines.Contestant, attend: baselines.Attend) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, args.width)
+        self.tokens = nn.Embedding(args.vocabulary, args.width)
         self.places = nn.Embedding(args.seqlen, args.width)
         self.blocks = nn.Sequential(*(Block(args.width, contestant, attend) for _ in range(args.layers)))
         self.norm = nn.LayerNorm(args.width)
-        self.head = nn.Linear(args.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(args.width, args.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, seqlen) -> logits (batch, seqlen, VOCABULARY)."""
+        """(batch, seqlen) -> logits (batch, seqlen, vocabulary)."""
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(x)))
 
@@ -96,11 +98,12 @@ class Text:
         self.batch, self.seqlen, self.device = args.batch, args.seqlen, device
         self.period = max(4, args.seqlen // 16)
         self.generator = torch.Generator().manual_seed(args.seed)
-        self.successors = torch.randint(VOCABULARY, (VOCABULARY, SUCCESSORS), generator=self.generator)
+        self.vocabulary = args.vocabulary
+        self.successors = torch.randint(args.vocabulary, (args.vocabulary, SUCCESSORS), generator=self.generator)
 
     def draw(self) -> Tensor:
         """(batch, seqlen + 1) tokens."""
-        phrase = [torch.randint(VOCABULARY, (self.batch,), generator=self.generator)]
+        phrase = [torch.randint(self.vocabulary, (self.batch,), generator=self.generator)]
         choices = torch.randint(SUCCESSORS, (self.period, self.batch), generator=self.generator)
         for choice in choices[1:]:
             phrase.append(self.successors[phrase[-1], choice])
@@ -117,7 +120,7 @@ class Trainee:
         point = Point(HEAD_DIM, HEAD_DIM, "causal", args.batch, heads, heads, seqlen, seqlen, direction="bwd")
         torch.manual_seed(args.seed)
         self.model = Gpt(args, self.contestant, self.contestant.build(point, device)).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=device.type == "cuda")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.rate, fused=device.type == "cuda")
 
     def step(self, tokens: Tensor) -> tuple[float, float]:
         """-> (loss, milliseconds)."""

@@ -215,12 +215,12 @@ def test_a_wait_out_of_line_belongs_to_its_loop():
 
 def test_models_that_differ_by_their_attention_learn_alike(tmp_path: Path):
     out = tmp_path / "train.csv"
-    words = ["--dry", "--steps", "25", "--contestants", "ours,fa2", "--commit", "c", "--out", str(out)]
+    words = ["--dry", "--steps", "12", "--contestants", "ours,fa2", "--commit", "c", "--out", str(out)]
     assert train.main(words) == 0
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     curves = {name: [float(r["loss"]) for r in rows if r["contestant"] == name] for name in ("ours", "fa2")}
-    assert all(len(curve) == 25 and curve[-1] < curve[0] - 0.3 for curve in curves.values())
+    assert all(len(curve) == 12 and sum(curve[-3:]) / 3 < curve[0] - 0.3 for curve in curves.values())
     assert max(abs(a - b) for a, b in zip(*curves.values(), strict=True)) < 0.02
     assert all(float(row["ms"]) > 0 and row["commit"] == "c" for row in rows)
     with pytest.raises(SystemExit):
