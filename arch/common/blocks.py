@@ -108,21 +108,3 @@ def row_tiles(
     if key_start + tile.tile_n > seqlen_k:
         whole_last = Int32(0)  # keys past the end are in every tile
     return RowTiles(first, last, whole_first, whole_last)
-
-
-@cute.jit
-def seeing_tiles(
-    row_start: Int32, tile: cutlass.Constexpr, seqlens: tuple, bounds: tuple, mask: cutlass.Constexpr
-) -> tuple[Int32, Int32]:
-    """Key tiles [first, last) that visit the query tile from row_start on, by row_tiles; first >= last: none does."""
-    seqlen_q, seqlen_k = seqlens
-    left, right = bounds
-    tile_n = tile.tile_n
-    diagonal = row_start + seqlen_k - seqlen_q  # of the tile's first row
-    first, last = Int32(0), (seqlen_k + tile_n - 1) // tile_n
-    if cutlass.const_expr(mask.right):
-        reach = Int32(0) if cutlass.const_expr(mask.causal) else right
-        last = cutlass.min(last, (cutlass.max(0, diagonal + tile.tile_m + reach) + tile_n - 1) // tile_n)
-    if cutlass.const_expr(mask.left):
-        first = cutlass.max(0, diagonal - left) // tile_n
-    return first, last

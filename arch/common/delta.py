@@ -10,7 +10,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .blocks import seeing_tiles
 from .numeric import LOG2_E, NEG_INF
 
 THREADS = 128
@@ -39,7 +38,6 @@ class Scratch(NamedTuple):
     rows: cute.Tensor  # (2 * tile_m, query tiles, heads_q, batch): LSE in base 2 of a tile's rows, then their delta,
     # both in the order of value_place
     zeroed: cute.Tensor | None = None  # (heads_kv * batch,) Int32: pieces of a head's dq that are zero, see Ahead
-    counts: cute.Tensor | None = None  # (query tiles, heads_q, batch) Int32: how many CTAs have added to a tile of dQ
     turns: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: how often a part of dQ was added to
 
 
@@ -77,8 +75,7 @@ def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, pa
     words = cute.recast_ptr(after + 2 * tile_m * row_tiles * batch, dtype=Int32)
     count = row_tiles * batch
     zeroed = cute.make_tensor(words, cute.make_layout(count))
-    counts = part(words + count, 1)[0, None, None, None]
-    return Scratch(dq, rows, zeroed, counts, part(words + 2 * count, parts) if parts else None)
+    return Scratch(dq, rows, zeroed, part(words + count, parts) if parts else None)
 
 
 def _lanes(width: int) -> int:
@@ -93,18 +90,6 @@ def _row_vector(rows: cute.Tensor, row: Int32, first: Int32) -> cute.TensorSSA:
     """Elements [first, first + 8) of a row, by one load."""
     start = cute.domain_offset((row, first), rows).iterator
     return cute.make_tensor(start.align(16), cute.make_layout(VECTOR)).load()
-
-
-@cute.jit
-def _zero_rows(rows: cute.Tensor, row_start: Int32, tile_m: int, thread: Int32):
-    """rows: (seqlen_q, head_dim), 16-byte aligned."""
-    vectors = rows.shape[1] // VECTOR
-    count = cutlass.min(tile_m, rows.shape[0] - row_start) * vectors
-    zeros = cute.make_rmem_tensor((VECTOR,), rows.element_type)
-    zeros.fill(0.0)
-    for i in cutlass.range(thread, count, THREADS, unroll=1):
-        start = cute.domain_offset((row_start + i // vectors, i % vectors * VECTOR), rows).iterator
-        cute.autovec_copy(zeros, cute.make_tensor(start.align(16), cute.make_layout(VECTOR)))
 
 
 @cute.jit
@@ -124,12 +109,10 @@ def prepare_kernel(
     dlse: cute.Tensor | None,
     scratch: Scratch,
     ahead: Ahead | None,
-    unseen: tuple | None,  # (dQ, sizes): where no key tile adds, dQ is zero
-    shape: cutlass.Constexpr,  # (tile, width_v, mask)
+    tile_m: cutlass.Constexpr[int],
+    width_v: cutlass.Constexpr[int],
     variant: cutlass.Constexpr[str],
 ):
-    tile_shape, width_v, mask = shape
-    tile_m = tile_shape.tile_m
     thread, _, _ = cute.arch.thread_idx()
     tile, head, batch = cute.arch.block_idx()
     if cutlass.const_expr("pdl" in variant):
@@ -141,14 +124,6 @@ def prepare_kernel(
             scratch.zeroed[row] = Int32(0)
         if ahead.piece_of(row, in_row, tiles) < ahead.distance:
             _zero(scratch.dq[None, tile, head, batch], thread)
-    if cutlass.const_expr(unseen is not None):
-        dq, sizes = unseen
-        if thread == 0:
-            scratch.counts[tile, head, batch] = Int32(0)
-        seqlens, bounds = (sizes.seqlen_q, sizes.seqlen_k), (sizes.left, sizes.right)
-        first, last = seeing_tiles(tile * tile_m, tile_shape, seqlens, bounds, mask)
-        if first >= last:
-            _zero_rows(dq[batch, None, head, None], tile * tile_m, tile_m, thread)
     if cutlass.const_expr(scratch.turns is not None):
         turns = scratch.turns[None, tile, head, batch]
         if thread < cute.size(turns):

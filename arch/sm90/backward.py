@@ -19,7 +19,7 @@ from cute_flash.spec.plan import Plan
 from ..common import delta
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
-from .grad import convert, rounding, zeros
+from .grad import convert, zeros
 from .grad.entry import BoundedEntry, PlainEntry
 from .grad.epilogue import GradientRoom, add_dq, hand_over_dq, store_rows
 from .grad.load import Feed, load_role, prefetch_descriptors, tile_copy
@@ -80,7 +80,6 @@ class BackwardSm90(PlainEntry):
         self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
         self.deterministic = plan.deterministic
         self.variant = plan.variant or "ahead"
-        self.inside = "rounds" in self.variant
         self.width_dq = dq_width(plan.head_dim, plan.tile)
         self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype)
 
@@ -117,34 +116,30 @@ class BackwardSm90(PlainEntry):
         ahead = ahead_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
         if cutlass.const_expr("before" in self.variant):
             ahead = delta.Ahead(units, ahead.key_tiles, ahead.group)
-        unseen = (dq, sizes) if self.inside else None
-        shape = (tile, self.width_v, self.mask)
-        delta.prepare_kernel(do, o, lse, dlse, scratch, ahead, unseen, shape, self.variant).launch(
+        delta.prepare_kernel(do, o, lse, dlse, scratch, ahead, tile.tile_m, self.width_v, self.variant).launch(
             grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
         )
         factors = (scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
         zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, units)
-        self.kernel(sources, zeroing, dq, scale, factors, sizes, layouts).launch(
+        self.kernel(sources, zeroing, scale, factors, sizes, layouts).launch(
             grid=(units, 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl="pdl" in self.variant,
         )
-        if cutlass.const_expr(not self.inside):
-            shape = (tile.tile_m, self.mmas.dq_columns)
-            convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
-                grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream
-            )
+        shape = (tile.tile_m, self.mmas.dq_columns)
+        convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
+            grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream
+        )
 
     @cute.kernel
     def kernel(
         self,
         sources: Sources,
         zeroing: zeros.Zeroing,
-        dq: cute.Tensor,
         scale: Float32,
         factors: tuple,
         sizes: Sizes,
@@ -164,11 +159,6 @@ class BackwardSm90(PlainEntry):
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
         parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, schedule.mma_warpgroups)
         s_dq = storage.dq.get_tensor(cute.make_layout(parts))
-        landing = storage.landing.get_tensor(cute.make_layout(parts))
-        landed = storage.landed.data_ptr()
-        if thread < schedule.mma_warpgroups:
-            cute.arch.mbarrier_init(landed + thread, 1)
-        tokens = rounding.open_tokens(storage.tokens.data_ptr(), schedule.mma_warpgroups)
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
 
         unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
@@ -191,19 +181,11 @@ class BackwardSm90(PlainEntry):
                 if cutlass.const_expr("ahead" in self.variant):
                     if unit.tiles.count > 0:
                         zeros.wait_zeroed(zeroing, unit)
-                self.add_role(s_dq, scratch, unit, warp_index - FIRST_ADD_WARP, sizes, tokens)
-            else:
+                self.add_role(s_dq, scratch, unit, warp_index - FIRST_ADD_WARP, sizes)
+            elif cutlass.const_expr("ahead" in self.variant):
                 if cutlass.const_expr("pdl" in self.variant):
                     cute.arch.griddepcontrol_wait()
-                if cutlass.const_expr("ahead" in self.variant):
-                    s_zeros = cute.make_tensor(landing.iterator, cute.make_layout(ZEROS))
-                    zeros.zero_role(zeroing, s_zeros, cute.arch.block_idx()[0])
-                if cutlass.const_expr(self.inside):
-                    work = rounding.Rounding(tokens, landing, landed, scratch, dq, scale, sizes)
-                    shape = rounding.RoundShape(
-                        tile, self.mmas.dq_columns, self.mask, self.dtype, self.deterministic, schedule.mma_warpgroups
-                    )
-                    rounding.round_role(work, unit, shape)
+                zeros.zero_role(zeroing, storage.zeros.get_tensor(cute.make_layout(ZEROS)), cute.arch.block_idx()[0])
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             context = MmaContext(
@@ -227,9 +209,8 @@ class BackwardSm90(PlainEntry):
             self.leave(context.acc, rooms, unit, thread - WARPGROUP, scale)
 
     @cute.jit
-    def add_role(self, s_dq: cute.Tensor, scratch: delta.Scratch, unit: Unit, group: Int32, sizes: Sizes, tokens):
+    def add_role(self, s_dq: cute.Tensor, scratch: delta.Scratch, unit: Unit, group: Int32, sizes: Sizes):
         tiles = unit.tiles
-        state = rounding.token_state(pipelines.PipelineUserType.Producer)
         if tiles.count > 0:
             cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
         for member in cutlass.range(unit.group, unroll=1):
@@ -242,12 +223,6 @@ class BackwardSm90(PlainEntry):
                     first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
                     order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
                 add_dq(s_dq, parts, group, more, order)
-                if cutlass.const_expr(self.inside):
-                    if member + step > 0:
-                        state = rounding.tell(tokens, state, 1)
-        if cutlass.const_expr(self.inside):
-            if tiles.count > 0:
-                state = rounding.tell(tokens, state, 0)
 
     @cute.jit
     def mma_role(self, context: MmaContext, unit: Unit):

@@ -20,7 +20,7 @@ class ApartBackwardSm90(PlainEntry):
     """One Plan's kernels. Everything read here comes from the Plan."""
 
     def __init__(self, plan: Plan, dtype: type):
-        self.tile, self.width_v, self.mask, self.softcap = plan.tile, plan.head_dim_v, plan.mask, plan.softcap
+        self.tile_m, self.width_v, self.softcap = plan.tile.tile_m, plan.head_dim_v, plan.softcap
         self.keys, self.queries = KeyGradientsSm90(plan, dtype), QueryGradientsSm90(plan, dtype)
 
     @cute.jit
@@ -30,9 +30,9 @@ class ApartBackwardSm90(PlainEntry):
         o, lse, dlse = others
         scale, left, right, softcap = numbers
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
-        by_row_tile = (cute.ceil_div(sizes.seqlen_q, self.tile.tile_m), sizes.heads_q, sizes.batch)
-        scratch = delta.scratch_of(memory, by_row_tile, self.tile.tile_m, 0)
-        delta.prepare_kernel(do, o, lse, dlse, scratch, None, None, (self.tile, self.width_v, self.mask), "").launch(
+        by_row_tile = (cute.ceil_div(sizes.seqlen_q, self.tile_m), sizes.heads_q, sizes.batch)
+        scratch = delta.scratch_of(memory, by_row_tile, self.tile_m, 0)
+        delta.prepare_kernel(do, o, lse, dlse, scratch, None, self.tile_m, self.width_v, "").launch(
             grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
         )
         factors = (scale * LOG2_E, None)

@@ -198,7 +198,7 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == APART:
         return (replace(plan, tile=Tile(64, 64, stages=3)),) if plan.head_dim < 256 else ()
-    return tuple(replace(plan, variant=variant) for variant in ("before", "before rounds", "ahead rounds"))
+    return tuple(replace(plan, variant=variant) for variant in ("before", "before pdl", "ahead pdl"))
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:
@@ -209,4 +209,4 @@ def backward_scratch(plan: Plan) -> ScratchRule:
     if plan.variant == APART:
         return ScratchRule(plan.tile.tile_m, 2)
     width_dq = dq_width(plan.head_dim, plan.tile)
-    return ScratchRule(plan.tile.tile_m, width_dq + 2, 4 if plan.deterministic else 2)
+    return ScratchRule(plan.tile.tile_m, width_dq + 2, 3 if plan.deterministic else 1)

@@ -7,7 +7,7 @@ sdO     (tile_m, width_v, stages)      ring
 sRows   (tile_m, 2, stages)            float32: LSE in base 2 and delta of the rows of sQ, a ring with it
 sdS     (tile_m, tile_n, DS_SLOTS)     queries contiguous, as the wgmma that makes dS^T leaves them
 sdQ     (64 * columns, warpgroups)     float32, in the order of the registers: see dq_chunks
-sLanding like sdQ                      float32: zeros first, see zeros.py; then sums that come back, see rounding.py
+sZeros  (ZEROS,)                       float32: see zeros.py
 
 Every operand lies once and is read both ways: K is the A operand (keys x width) of S^T = K Q^T, and the B operand
 (width x keys) of dQ = dS K; likewise Q and dO.
@@ -27,7 +27,6 @@ from ..memory import SWIZZLE_ALIGN
 from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
 
 ZEROS = 2048  # floats, in shared memory: 8 kB leave for the sums of later CTAs at a time
-TOKENS = 4  # slots of the ring in which the adding warps tell what is complete
 DS_SLOTS = 2  # a warpgroup may store its next dS while another still multiplies the last one
 
 
@@ -85,15 +84,13 @@ def backward_storage(layouts: BackwardLayouts, tile: Tile, width_dq: int, dtype:
         v_barriers: cute.struct.MemRange[Int64, 2]
         q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
         do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
-        landed: cute.struct.MemRange[Int64, tile.tile_n // ROWS_PER_WARPGROUP]
-        tokens: cute.struct.MemRange[Int64, 2 * TOKENS]
         k: room(layouts.k, layouts.dk)
         v: room(layouts.v, layouts.dv)
         q: room(layouts.q)
         do: room(layouts.do)
         ds: room(layouts.ds)
         dq: floats(tile.tile_m * width_dq)
-        landing: floats(tile.tile_m * width_dq)
+        zeros: floats(ZEROS)
         rows: floats(2 * tile.tile_m * tile.stages)
 
     return Storage
