@@ -14,7 +14,7 @@ from .numeric import LOG2_E, NEG_INF
 
 THREADS = 128
 VECTOR = 8  # 16-bit elements in 16 bytes
-TOGETHER = 8  # vectors of dO, and as many of O, that a thread asks for before it waits
+TOGETHER = 8  # vectors of dO, and as many of O, that a thread asks for before it waits: 75 us instead of 65 with one
 
 
 def values_together(tile_m: int) -> int:
@@ -37,29 +37,39 @@ class Scratch(NamedTuple):
     dq: cute.Tensor | None  # (tile_m * width_qk, query tiles, heads_q, batch): sums; None for width 0
     rows: cute.Tensor  # (2 * tile_m, query tiles, heads_q, batch): LSE in base 2 of a tile's rows, then their delta,
     # both in the order of value_place
-    zeroed: cute.Tensor | None = None  # (heads_kv * batch,) Int32: pieces of a head's dq that are zero, see Ahead
     turns: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: how often a part of dQ was added to
+    counters: cute.Tensor | None = None  # Int32, one for each kernel whose CTAs draw their units
+    zeroed: cute.Tensor | None = None  # (heads_kv * batch,) Int32: how many pieces CTAs have zeroed, see Ahead
 
 
 class Ahead(NamedTuple):
-    """Who zeroes the sums: the CTA of key tile i those of piece i + distance, this kernel those before. A head has as
-    many pieces as key tiles, in the order in which key tiles start."""
+    """Who zeroes the sums: whoever takes unit i those of piece i + distance, prepare_kernel those before. A head of K
+    and V has as many pieces as key tiles, and its units come in the order of its pieces or thereabouts."""
 
     distance: Int32
     key_tiles: Int32  # of a head
     group: Int32
 
-    def tiles_of_piece(self, query_tiles: Int32) -> Int32:
-        """Query tiles, counted through the heads of a group."""
+    def piece_tiles(self, query_tiles: Int32) -> Int32:
+        """Query tiles of a piece, counted through the heads of a group."""
         return (query_tiles * self.group + self.key_tiles - 1) // self.key_tiles
 
-    def piece_of(self, row: Int32, tile_in_row: Int32, query_tiles: Int32) -> Int32:
-        """`row`: of key heads, all batch entries in turn; `tile_in_row`: through the heads of its group."""
-        return row * self.key_tiles + tile_in_row // self.tiles_of_piece(query_tiles)
+    def pieces_made(self, row: Int32) -> Int32:
+        """Of a head, by CTAs; negative where its neighbours are not either. `row`: head of K and V, through the batch."""
+        return cutlass.min(self.key_tiles, (row + 1) * self.key_tiles - self.distance)
 
 
-def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, parts: int = 0) -> Scratch:
-    """`shape`: (query tiles, heads_q, batch); `parts` of dQ are added to in turn, 0: in any order."""
+def scratch_of(
+    memory: cute.Tensor,
+    shape: tuple,
+    tile_m: int,
+    width_qk: int,
+    parts: int = 0,
+    counters: int = 0,
+    ahead: bool = False,
+) -> Scratch:
+    """`shape`: (query tiles, heads_q, batch); `parts` of dQ are added to in turn, 0: in any order; `ahead`: is there a
+    word for every head of K and V, at most one a row tile."""
     tiles, heads, batch = shape
     row_tiles = Int64(tiles) * heads
 
@@ -67,15 +77,15 @@ def scratch_of(memory: cute.Tensor, shape: tuple, tile_m: int, width_qk: int, pa
         strides = (1, Int64(size), Int64(size) * tiles, size * row_tiles)
         return cute.make_tensor(iterator, cute.make_layout((size, tiles, heads, batch), stride=strides))
 
-    if width_qk == 0:
-        return Scratch(None, part(memory.iterator, 2 * tile_m))
     dq_size = tile_m * width_qk
     after = memory.iterator + dq_size * row_tiles * batch
-    dq, rows = part(memory.iterator, dq_size), part(after.align(16), 2 * tile_m)
+    rows = part(after.align(16), 2 * tile_m)
     words = cute.recast_ptr(after + 2 * tile_m * row_tiles * batch, dtype=Int32)
-    count = row_tiles * batch
-    zeroed = cute.make_tensor(words, cute.make_layout(count))
-    return Scratch(dq, rows, zeroed, part(words + count, parts) if parts else None)
+    after_turns = words + parts * row_tiles * batch
+    drawn = cute.make_tensor(after_turns, cute.make_layout(counters)) if counters else None
+    zeroed = cute.make_tensor(after_turns + counters, cute.make_layout(row_tiles * batch)) if ahead else None
+    sums, turns = part(memory.iterator, dq_size) if width_qk else None, part(words, parts) if parts else None
+    return Scratch(sums, rows, turns, drawn, zeroed)
 
 
 def _lanes(width: int) -> int:
@@ -93,12 +103,31 @@ def _row_vector(rows: cute.Tensor, row: Int32, first: Int32) -> cute.TensorSSA:
 
 
 @cute.jit
-def _zero(sums: cute.Tensor, thread: Int32):
-    zeros = cute.make_rmem_tensor((4,), Float32)
-    zeros.fill(0.0)
-    vectors = cute.make_tensor(sums.iterator.align(16), cute.make_layout((4, cute.size(sums) // 4)))
-    for i in cutlass.range(thread, cute.size(sums) // 4, THREADS, unroll=4):
-        cute.autovec_copy(zeros, vectors[None, i])
+def _reset(counters: cute.Tensor, place: Int32):
+    """By the first thread of a launch."""
+    if place == 0:
+        for i in cutlass.range_constexpr(cute.size(counters)):
+            counters[i] = Int32(0)
+
+
+@cute.jit
+def _zero(scratch: Scratch, ahead: Ahead | None, thread: Int32):
+    """The sums of the CTA's tile, if no later kernel does it."""
+    tile, head, batch = cute.arch.block_idx()
+    mine = True
+    if cutlass.const_expr(ahead is not None):
+        tiles, heads, _ = cute.arch.grid_dim()
+        row, within = batch * (heads // ahead.group) + head // ahead.group, head % ahead.group * tiles + tile
+        if thread == 0 and within == 0:
+            scratch.zeroed[row] = Int32(0)
+        mine = row * ahead.key_tiles + within // ahead.piece_tiles(tiles) < ahead.distance
+    if mine:
+        sums = scratch.dq[None, tile, head, batch]
+        zeros = cute.make_rmem_tensor((4,), Float32)
+        zeros.fill(0.0)
+        vectors = cute.make_tensor(sums.iterator.align(16), cute.make_layout((4, cute.size(sums) // 4)))
+        for i in cutlass.range(thread, cute.size(sums) // 4, THREADS, unroll=4):
+            cute.autovec_copy(zeros, vectors[None, i])
 
 
 @cute.kernel
@@ -108,22 +137,18 @@ def prepare_kernel(
     lse: cute.Tensor,
     dlse: cute.Tensor | None,
     scratch: Scratch,
-    ahead: Ahead | None,
     tile_m: cutlass.Constexpr[int],
     width_v: cutlass.Constexpr[int],
-    variant: cutlass.Constexpr[str],
+    ahead: Ahead | None = None,
 ):
+    """A kernel launched with use_pdl starts beside the last CTAs of this one and waits for them where it needs them."""
+    cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     tile, head, batch = cute.arch.block_idx()
-    if cutlass.const_expr("pdl" in variant):
-        cute.arch.griddepcontrol_launch_dependents()
     if cutlass.const_expr(scratch.dq is not None):
-        tiles, heads, _ = cute.arch.grid_dim()
-        row, in_row = batch * (heads // ahead.group) + head // ahead.group, head % ahead.group * tiles + tile
-        if thread == 0 and in_row == 0:
-            scratch.zeroed[row] = Int32(0)
-        if ahead.piece_of(row, in_row, tiles) < ahead.distance:
-            _zero(scratch.dq[None, tile, head, batch], thread)
+        _zero(scratch, ahead, thread)
+    if cutlass.const_expr(scratch.counters is not None):
+        _reset(scratch.counters, thread + tile + head + batch)
     if cutlass.const_expr(scratch.turns is not None):
         turns = scratch.turns[None, tile, head, batch]
         if thread < cute.size(turns):

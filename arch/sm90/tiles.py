@@ -145,6 +145,8 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
 
 
+ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward take turns at dQ
+
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
 FUSED_WIDTH = 128  # of q and k, and of v, at most where one kernel makes dQ, dK and dV: what dK, dV, S^T and dP^T of a
@@ -167,6 +169,14 @@ def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return _halved(head_dim), _halved(head_dim_v)
 
 
+WHOLE_WIDTHS = 320  # of dK and dV together at most where a warpgroup holds all columns of 64 keys
+
+
+def whole_keys(width_qk: int, width_v: int) -> bool:
+    """Apart: does a CTA own 128 keys (dkdv_whole.py), or 64 (dkdv.py)?"""
+    return width_qk + width_v <= WHOLE_WIDTHS
+
+
 def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
     """Rows measured: perf/results/hopper_backward_variants.csv, d=64 causal S=4096 469 against 392 for 64 rows.
 
@@ -175,13 +185,13 @@ def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
     registers (with a softcap or a window it spills a few words), else 64. Apart, 64 keys and 64 rows (dQ: DQ_TILE)."""
     width_qk, width_v = backward_widths(head_dim, head_dim_v)
     if not fused_backward(head_dim, head_dim_v):
-        return Tile(64, 64, stages=2)
+        return Tile(64, 128 if whole_keys(width_qk, width_v) else 64, stages=2)
     return Tile(128 if width_qk + width_v <= 128 and plain else 64, 128, stages=2)
 
 
-def dq_width(width_qk: int, tile: Tile) -> int:
+def dq_width(width_qk: int, tile: Tile, variant: str) -> int:
     """Of K and dQ in the fused kernel: two warpgroups share the columns of dQ where a tile has 64 rows."""
-    return _halved(width_qk) if tile.tile_m == 64 else width_qk
+    return _halved(width_qk) if tile.tile_m == 64 and variant != ALTERNATE else width_qk
 
 
 # Of the kernel for dQ where the kernels are apart: two warpgroups of 64 rows; K has two slots, V one. Both kernels
@@ -197,16 +207,23 @@ def backward_variant(head_dim: int, head_dim_v: int) -> str:
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == APART:
-        return (replace(plan, tile=Tile(64, 64, stages=3)),) if plan.head_dim < 256 else ()
-    return tuple(replace(plan, variant=variant) for variant in ("before", "before pdl", "ahead pdl"))
+        return (replace(plan, tile=Tile(64, 64, stages=2)),)
+    rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
+    tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
+    return tuple(
+        replace(each, variant=variant)
+        for each in tiles
+        for variant in ("", ALTERNATE)
+        if each.tile.tile_m == 64 or variant == ""
+    )
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:
     """dQ while it is summed, where it is, then LSE and delta of every row; if in turn, a counter for both parts of a
-    tile."""
+    tile; the counter of units and one for every head of K and V."""
     if plan.tile is None:
         raise ValueError(f"a plan without a tile has no scratch: {plan}")
     if plan.variant == APART:
-        return ScratchRule(plan.tile.tile_m, 2)
-    width_dq = dq_width(plan.head_dim, plan.tile)
-    return ScratchRule(plan.tile.tile_m, width_dq + 2, 3 if plan.deterministic else 1)
+        return ScratchRule(plan.tile.tile_m, 2, 2)
+    width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
+    return ScratchRule(plan.tile.tile_m, width_dq + 2, 4 if plan.deterministic else 2)

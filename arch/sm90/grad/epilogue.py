@@ -58,12 +58,11 @@ def _issue_store(room: GradientRoom, mine: cute.Tensor, rows: cute.Tensor, threa
 
 
 @cute.jit
-def hand_over_dq(dq: cute.Tensor, parts: cute.Tensor, thread: Int32):
-    """A warpgroup's accumulators into its part of shared memory, once that has been read.
+def hand_over_dq(dq: cute.Tensor, parts: cute.Tensor, group: Int32, thread: Int32):
+    """A warpgroup's accumulators into a part of shared memory, once that has been read.
 
-    parts: (elements, warpgroups).
+    parts: (elements, parts), `group`: which.
     """
-    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     cute.arch.barrier(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
     registers = cute.size(dq)
     part = cute.make_tensor(parts[None, group].iterator.align(16), dq_chunks(registers))
@@ -99,13 +98,14 @@ def _pass_on(turns: cute.Tensor, group: Int32):
 
 
 @cute.jit
-def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, more: bool, order: tuple):
-    """One warp: waits for a part of dQ, adds it to global memory and, if `more` follow, gives the room back.
+def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, order: tuple):
+    """One warp: offers the room, waits for a part of dQ and adds it to global memory.
 
     parts: (elements, warpgroups) in shared memory, sums: the same tile in global memory. `order`: (turns, turn) where
     CTAs add in turn, see common/delta.py, else (None, 0).
     """
     turns, turn = order
+    cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
     cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=DQ_THREADS)
     if cutlass.const_expr(turns is not None):
         _wait_for(turns, group, turn)
@@ -121,7 +121,5 @@ def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, more: bool, orde
         )
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
-    if more:
-        cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
     if cutlass.const_expr(turns is not None):
         _pass_on(turns, group)

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...common.delta import values_together
-from ...common.numeric import NEG_INF, exp2, pack_fragment
+from ...common.numeric import capped_weights, exp2, pack_fragment, pack_pair
 from ..mma import first_column, rows_view
 
 
@@ -42,18 +41,33 @@ def probabilities(
     pack_fragment(scores, packed, dtype)
 
 
-def capped_weights(score: Float32, lse_log2: Float32, factors: tuple) -> tuple[Float32, Float32]:
-    """(P, P * (1 - tanh^2)) of a raw score. factors: (softcap * log2(e), 2 * scale * log2(e) / softcap).
+def exponentials(scores: cute.Tensor, lse_log2: cute.Tensor, thread: Int32, scale_log2: Float32, kind: tuple):
+    """Scores become P, float32. See probabilities."""
+    view = rows_view(scores)
+    for c, lse in _by_columns(lse_log2, thread, kind[1]):
+        for r in range(2):
+            view[r, c] = exp2(view[r, c] * scale_log2 - lse)
 
-    With e = exp(2 x) and r = 1 / (1 + e), tanh(x) is 1 - 2 r, and 1 - tanh(x)^2 is 4 r (e r), which does not cancel
-    where e is small or large.
+
+def weights_and_gradients(
+    weights: cute.Tensor, dp: cute.Tensor, packed: tuple, delta: cute.Tensor, thread: Int32, kind: tuple
+):
+    """P rounded, dS = P * (dP - delta) rounded, a few columns at a time: what float32 both leave is free at once.
+
+    `packed`: (of P, of dS), Int32; delta, kind: see probabilities.
     """
-    scale_log2, cap_factor = factors
-    e = exp2(cutlass.min(score * cap_factor, Float32(126.0)))
-    inverse = cute.arch.rcp_approx(1.0 + e)
-    p = exp2((1.0 - 2.0 * inverse) * scale_log2 - lse_log2)
-    p = Float32(cutlass.select_(score == NEG_INF, Float32(0.0), p))  # hidden
-    return p, p * (4.0 * inverse * (e * inverse))
+    (dtype, tile_m), (p_packed, ds_packed), run = kind, packed, []
+    flat, gradients = (cute.make_tensor(t.iterator, cute.make_layout(cute.size(t))) for t in (weights, dp))
+    for c, shift in _by_columns(delta, thread, tile_m):
+        run.append(shift)
+        if c % 2 == 1:
+            for r in range(2):
+                at = 2 * c - 2 + 2 * r  # of the pair's first column
+                pair = flat[at], flat[at + 1]
+                p_packed[at // 2] = pack_pair(*pair, dtype)
+                values = [p * (gradients[at + j] - run[j]) for j, p in enumerate(pair)]
+                ds_packed[at // 2] = pack_pair(*values, dtype)
+            run = []
 
 
 def capped_probabilities(
