@@ -7,6 +7,7 @@ from .api import attention, explain
 from .runtime.dispatch import Decision
 from .runtime.emulation import emulate
 from .spec.errors import BackendBuildError, FallbackWarning, StrictFallbackError, UnsupportedError
+from .states import merge_attention_states
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "attention",
     "emulate",
     "explain",
+    "merge_attention_states",
 ]
 
 
