@@ -8,6 +8,7 @@ from .runtime.dispatch import Decision
 from .runtime.emulation import emulate
 from .spec.errors import BackendBuildError, FallbackWarning, StrictFallbackError, UnsupportedError
 from .states import merge_attention_states
+from .varlen import attention_varlen
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,7 @@ __all__ = [
     "StrictFallbackError",
     "UnsupportedError",
     "attention",
+    "attention_varlen",
     "emulate",
     "explain",
     "merge_attention_states",

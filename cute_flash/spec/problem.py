@@ -7,6 +7,9 @@ from .mask import FULL, Mask
 
 FORWARD, BACKWARD = "forward", "backward"
 SHORT_KEYS = 1024  # up to here a forward counts as short
+# How sequences lie in the operands, see backend.py.
+DENSE, PACKED = "dense", "packed"
+FEW_ROWS = (16, 32, 64)  # what a longest sequence is rounded up to where packed sequences are that short
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Problem:
     ieee_float32: bool = True  # float32 matmuls must not round to TF32
     features: frozenset[str] = frozenset()  # options beyond the plain call, by public name such as "softcap"
     short: bool = False  # forward only: seqlen_k <= SHORT_KEYS, where smaller tiles may win
+    form: str = DENSE
+    few_rows: int = 0  # PACKED only: no sequence is known to have more query rows; one of FEW_ROWS, 0 = nothing known
     unaligned: tuple[str, ...] = field(default=())  # why q, k or v is not 16-byte friendly, one sentence each
 
     @property
@@ -34,7 +39,9 @@ class Problem:
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"
-        extras = "".join(f" {name}" for name in sorted(self.features))
+        extras = f" {self.form}" if self.form != DENSE else ""
+        extras += f" rows<={self.few_rows}" if self.few_rows else ""
+        extras += "".join(f" {name}" for name in sorted(self.features))
         extras += " lse" if self.lse else ""
         extras += " deterministic" if self.deterministic else ""
         extras += f" keys<={SHORT_KEYS}" if self.short else ""

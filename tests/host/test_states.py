@@ -62,8 +62,7 @@ def test_rows_without_keys():
 
 def test_gradients():
     """Against finite differences where both parts have keys; zero, not NaN, where a part has none."""
-    state = [x[..., :1, :].clone() if x.dim() == 3 else x for x in states_with_dead_rows()]
-    alive = [x[:1].clone().requires_grad_() if x.dim() == 3 else x[:, :1].clone().requires_grad_() for x in state]
+    alive = [(x[:1] if x.dim() == 3 else x[:, :1]).clone().requires_grad_() for x in states_with_dead_rows()]
     assert torch.autograd.gradcheck(cute_flash.merge_attention_states, alive)
     leaves = [x.clone().requires_grad_() for x in states_with_dead_rows()]
     o, lse = cute_flash.merge_attention_states(*leaves)
