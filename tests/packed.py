@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -37,9 +37,9 @@ class PackedCase:
         return {"causal": self.causal, "window": self.window, "softcap": self.softcap}
 
 
-def same(*lengths: int, **fields) -> PackedCase:
+def same(*lengths: int, **others) -> PackedCase:
     """Self-attention: each sequence has as many keys as rows."""
-    return PackedCase(lengths, lengths, **fields)
+    return PackedCase(lengths, lengths, **others)
 
 
 # Empty ones first, last and side by side, on one side or both; tile edges of every tile; unequal both ways.
@@ -56,14 +56,14 @@ LENGTHS = {
 }
 
 
-def cases(**fields) -> list[PackedCase]:
+def cases(**others) -> list[PackedCase]:
     """Every lengths x mask, with and without rows after the last sequence."""
     found = []
     for (lens_q, lens_k), causal in itertools.product(LENGTHS.values(), (False, True)):
-        found.append(PackedCase(lens_q, lens_k, causal=causal, tail=(0, 0) if causal else (70, 3), **fields))
+        found.append(PackedCase(lens_q, lens_k, causal=causal, tail=(0, 0) if causal else (70, 3), **others))
     for window in ((3, 2), (0, 0), (None, 5), (40, None)):
-        found.append(PackedCase(*LENGTHS["unequal"], window=window, tail=(1, 100), **fields))
-        found.append(PackedCase(*LENGTHS["edges"], window=window, causal=True, softcap=2.0, **fields))
+        found.append(PackedCase(*LENGTHS["unequal"], window=window, tail=(1, 100), **others))
+        found.append(PackedCase(*LENGTHS["edges"], window=window, causal=True, softcap=2.0, **others))
     return found
 
 
@@ -76,6 +76,9 @@ class Inputs:
     dlse: torch.Tensor  # (heads_q, total_q)
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
+
+    def to(self, device: torch.device) -> "Inputs":
+        return Inputs(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     @property
     def lengths(self) -> dict:
@@ -111,22 +114,39 @@ def make_inputs(case: PackedCase, seed: int = 0) -> Inputs:
     )
 
 
-def exact(case: PackedCase, inputs: Inputs) -> tuple[oracle.Attention, oracle.Gradients]:
-    """float64, each sequence by itself; outside all of them output 0, LSE -inf, gradients 0."""
+def _by_sequence(case: PackedCase, inputs: Inputs, forward, backward) -> tuple[oracle.Attention, oracle.Gradients]:
+    """Each sequence by itself; outside all of them output 0, LSE -inf, gradients 0."""
     q, k, v, dout, dlse = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse
-    out, lse = torch.zeros(dout.shape, dtype=torch.float64), torch.full(dlse.shape, -math.inf, dtype=torch.float64)
-    grads = oracle.Gradients(*(torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v)))
-    starts_q, starts_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
-    for (first, last), (first_k, last_k) in zip(
-        itertools.pairwise(starts_q), itertools.pairwise(starts_k), strict=True
-    ):
-        rows, keys = slice(first, last), slice(first_k, last_k)
+    out, lse = torch.zeros_like(dout, dtype=torch.float64), torch.full_like(dlse, -math.inf, dtype=torch.float64)
+    grads = oracle.Gradients(*(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v)))
+    spans = (itertools.pairwise(cu.tolist()) for cu in (inputs.cu_seqlens_q, inputs.cu_seqlens_k))
+    for first_last, first_last_k in zip(*spans, strict=True):
+        rows, keys = slice(*first_last), slice(*first_last_k)
         one = q[None, rows], k[None, keys], v[None, keys]
-        alone = oracle.forward(*one, **case.options)
-        out[rows], lse[:, rows] = alone.out[0], alone.lse[0]
-        found = oracle.backward(*one, dout[None, rows], dlse[None, :, rows], **case.options)
-        grads.dq[rows], grads.dk[keys], grads.dv[keys] = (grad[0] for grad in found)
+        alone = forward(*one, **case.options)
+        out[rows], lse[:, rows] = alone.out[0].double(), alone.lse[0].double()
+        found = backward(*one, dout[None, rows], dlse[None, :, rows], **case.options)
+        grads.dq[rows], grads.dk[keys], grads.dv[keys] = (grad[0].double() for grad in found)
     return oracle.Attention(out, lse), grads
+
+
+def exact(case: PackedCase, inputs: Inputs) -> tuple[oracle.Attention, oracle.Gradients]:
+    """float64."""
+    return _by_sequence(case, inputs, oracle.forward, oracle.backward)
+
+
+def exact_without_lse(case: PackedCase, inputs: Inputs) -> oracle.Gradients:
+    """Gradients in float64 where none arrives through LSE."""
+    return _by_sequence(case, inputs, oracle.forward, _without_lse(oracle.backward))[1]
+
+
+def _without_lse(backward):
+    return lambda q, k, v, dout, _, **options: backward(q, k, v, dout, **options)
+
+
+def plain(case: PackedCase, inputs: Inputs) -> tuple[oracle.Attention, oracle.Gradients]:
+    """Plain attention in the dtype of the inputs, a yardstick; gradients without LSE's."""
+    return _by_sequence(case, inputs, oracle.plain_16bit, _without_lse(oracle.plain_16bit_backward))
 
 
 def errors(

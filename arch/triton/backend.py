@@ -28,7 +28,7 @@ class TritonBackend:
         padded = (head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v)
         widest = max(head_dim, head_dim_v)
         ieee = problem.dtype == "float32" and problem.ieee_float32
-        return Plan(
+        plan = Plan(
             backend=self.name,
             direction=problem.direction,
             arch=f"{capability[0]}.{capability[1]}",
@@ -42,8 +42,11 @@ class TritonBackend:
             ieee_float32=ieee,
             softcap="softcap" in problem.features,
             tile=tiles.choose(problem.direction, widest, problem.dtype, ieee, capability),
+            form=problem.form,
             variant=tiles.variant(problem.direction, widest, padded, problem.dtype, capability),
         )
+        few = problem.few_rows, problem.few_keys
+        return tiles.for_sequences(plan, *few) if any(few) else plan
 
     def split(self, plan: Plan) -> Plan | None:
         return None

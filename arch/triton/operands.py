@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from cute_flash.spec.plan import Plan
+from cute_flash.spec.problem import PACKED
 
 from .tiles import MASK_ALL, dq_tile
 
@@ -41,6 +42,9 @@ class Sizes(NamedTuple):
     group: int  # query heads per key/value head
     left: Any  # a window's bounds; None where the mask has none
     right: Any
+    total_q: int  # rows of all sequences of a head: seqlen_q unless they are packed
+    first_q: Any = None  # where the packed sequence starts that seqlen_q and seqlen_k are of
+    first_k: Any = None
 
 
 class Span(NamedTuple):
@@ -78,13 +82,22 @@ class Spec:
     lse_grad: bool
     mask_all: bool  # mask every tile instead of branching on whether it hides a pair
     precision: str  # of float32 matmuls: "ieee" or "tf32"
+    packed: bool  # sequences lie one after another
 
 
 def operand(tensor: torch.Tensor) -> Operand:
     return Operand(tensor, *tensor.stride())
 
 
-UNSPECIALIZED = ["seqlen_q", "seqlen_k", "heads", "group", "left", "right"]  # one kernel for all their values
+UNSPECIALIZED = [
+    "seqlen_q",
+    "seqlen_k",
+    "sequences",
+    "heads",
+    "group",
+    "left",
+    "right",
+]  # one kernel for all their values
 
 
 @triton.constexpr_function
@@ -103,9 +116,14 @@ def _aligned(stride, columns: tl.constexpr):
 
 
 @triton.jit
-def head_start(x, batch, head, columns: tl.constexpr):
+def head_start(x, batch, head, first, columns: tl.constexpr):
+    """first: the row that a packed sequence starts at, else None."""
     batch_offset = batch.to(tl.int64) * _aligned(x.batch, columns)
-    return x.ptr + batch_offset + head.to(tl.int64) * _aligned(x.head, columns)
+    start = x.ptr + batch_offset + head.to(tl.int64) * _aligned(x.head, columns)
+    if first is None:
+        return start
+    else:
+        return start + first.to(tl.int64) * _aligned(x.row, columns)
 
 
 @triton.jit
@@ -169,8 +187,12 @@ def store_tile(parts, base, x, start, end, columns: tl.constexpr):
 
 @triton.jit
 def rows_start(ptr, batch, head, sizes):
-    """Where one head's rows start in a contiguous (batch, heads_q, seqlen_q) tensor."""
-    return ptr + (batch.to(tl.int64) * sizes.heads_q + head) * sizes.seqlen_q
+    """Where one head's rows start in a contiguous (batch, heads_q, seqlen_q) tensor, of one sequence if packed."""
+    start = ptr + (batch.to(tl.int64) * sizes.heads_q + head) * sizes.total_q
+    if sizes.first_q is None:
+        return start
+    else:
+        return start + sizes.first_q
 
 
 @triton.jit
@@ -234,12 +256,67 @@ def add_dot(acc, a, b, spec: tl.constexpr):
         )
 
 
+PROBES = tl.constexpr(32)
+
+
 @triton.jit
-def grid_place(length, heads, tile: tl.constexpr):
-    """(tile, head, batch) of this program: tiles of a head are neighbours, heads of a batch come next."""
-    tiles = tl.cdiv(length, tile)
+def _sequence_of(slot, starts, sequences, tile: tl.constexpr):
+    """The last sequence whose slots start at or before this one; `sequences` is what follows the last."""
+    first = slot * 0
+    count = sequences + 1
+    while count > 1:
+        step = tl.cdiv(count, PROBES)
+        probes = tl.arange(0, PROBES) * step
+        inside = probes < count
+        begin = tl.load(starts + first + probes, mask=inside, other=0) // tile + first + probes
+        reached = tl.sum((inside & (begin <= slot)).to(tl.int32))
+        skipped = tl.maximum(reached - 1, 0) * step
+        first += skipped
+        count = tl.minimum(step, count - skipped)
+    return first
+
+
+@triton.jit
+def _extent(starts, index, sequences, total):
+    """(first row, rows) of a sequence; of what follows the last. Within the tensor, whatever the lengths say."""
+    first = tl.load(starts + index)
+    last = tl.load(starts + index + 1, mask=index < sequences, other=total)
+    first = tl.minimum(tl.maximum(first, 0), total)
+    return first, tl.maximum(tl.minimum(last, total) - first, 0)
+
+
+@triton.jit
+def grid_place(sizes, sequences, tile: tl.constexpr, by_keys: tl.constexpr, spec: tl.constexpr):
+    """(tile, head, batch) of this program: tiles of a head are neighbours, heads of a batch come next. A tile is one of
+    keys and a head one of theirs where by_keys."""
+    length = sizes.seqlen_k if by_keys else sizes.seqlen_q
+    heads = sizes.heads_q // sizes.group if by_keys else sizes.heads_q
+    if spec.packed:
+        tiles = length // tile + sequences + 1
+    else:
+        tiles = tl.cdiv(length, tile)
     place = tl.program_id(0)
-    return place % tiles, place // tiles % heads, place // tiles // heads
+    slot = place % tiles
+    if spec.causal and not by_keys:  # longest rows first
+        slot = tiles - 1 - slot
+    return slot, place // tiles % heads, place // tiles // heads
+
+
+@triton.jit
+def sequence_place(slot, lengths, sequences, sizes, tile: tl.constexpr, by_keys: tl.constexpr):
+    """(tile, first row, rows, first key, keys) of a slot of packed sequences: the tile within its sequence, which may
+    lie past the end. What follows the last sequence has rows without keys, or keys without rows."""
+    starts_q, starts_k = lengths
+    starts = starts_k if by_keys else starts_q
+    index = _sequence_of(slot, starts, sequences, tile)
+    within = tl.maximum(slot - (tl.load(starts + index) // tile + index), 0)
+    first_q, seqlen_q = _extent(starts_q, index, sequences, sizes.seqlen_q)
+    first_k, seqlen_k = _extent(starts_k, index, sequences, sizes.seqlen_k)
+    if by_keys:
+        seqlen_q = tl.where(index < sequences, seqlen_q, 0)
+    else:
+        seqlen_k = tl.where(index < sequences, seqlen_k, 0)
+    return within, first_q, seqlen_q, first_k, seqlen_k
 
 
 @triton.jit
@@ -349,6 +426,30 @@ def alignment(head_dim: int, *tensors: torch.Tensor) -> int:
     return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:3]))
 
 
+def tiles_of(length: int, sequences: int | None, tile: int) -> int:
+    """Tiles of a head. Of packed sequences as many as there may be, from what the host knows.
+
+    Sequence i, which starts at row s, has the slots from s // tile + i on: as many as it has tiles, and at most one
+    more. What follows the last sequence counts as one.
+    """
+    return -(-length // tile) if sequences is None else length // tile + sequences + 1
+
+
+Taken = tuple[tuple[torch.Tensor, torch.Tensor] | None, int | None, tuple[float, ...]]
+
+
+def lengths_taker(plan: Plan) -> Callable[[tuple[Any, ...]], Taken]:
+    """What a kernel takes after its tensors -> (lengths, sequences, numbers), the first two None unless packed."""
+    if plan.form != PACKED:
+        return lambda numbers: (None, None, numbers)
+
+    def take(numbers: tuple[Any, ...]) -> Taken:
+        cu_seqlens_q, cu_seqlens_k, *rest = numbers
+        return (cu_seqlens_q, cu_seqlens_k), cu_seqlens_q.shape[0] - 1, tuple(rest)
+
+    return take
+
+
 def bound_picker(plan: Plan) -> Callable[..., tuple[int | None, int | None, float | None]]:
     """(left, right, softcap), or nothing for a plain plan -> the three as its kernels take them, None where unused."""
     has_left, has_right, has_cap = plan.mask.left, plan.mask.right and not plan.mask.causal, plan.softcap
@@ -378,6 +479,7 @@ def spec_maker(plan: Plan, tile_m: int, tile_n: int) -> Callable[[int, int, int,
             lse_grad=plan.lse_grad,
             mask_all=MASK_ALL in plan.variant,
             precision="ieee" if plan.ieee_float32 else "tf32",
+            packed=plan.form == PACKED,
         )
 
     return make

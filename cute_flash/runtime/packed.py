@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..spec.device import Device
-from ..spec.problem import FEW_ROWS, PACKED, SHORT_KEYS, Problem
+from ..spec.problem import FEW, PACKED, SHORT_KEYS, Problem
 from . import autograd, dispatch, launch, request
 from .dispatch import Decision
 from .launch import Backward, Call, Numbers
 from .request import Options
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
+Kind = tuple[int, int, bool]  # Problem.few_rows, few_keys and short
 _int32 = torch.int32
 
 
@@ -30,17 +31,20 @@ class Lengths(NamedTuple):
     max_seqlen_k: int | None = None
 
     @property
-    def kind(self) -> tuple[int, bool]:
-        """(Problem.few_rows, Problem.short)."""
+    def kind(self) -> Kind:
         return kind(self.max_seqlen_q, self.max_seqlen_k)
 
 
-def kind(max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, bool]:
+def _few(longest: int | None) -> int:
+    if longest is None or longest > FEW[-1]:
+        return 0
+    return next(few for few in FEW if longest <= few)
+
+
+def kind(max_seqlen_q: int | None, max_seqlen_k: int | None) -> Kind:
     """All that a kernel depends on of the hints."""
-    few_rows = 0
-    if max_seqlen_q is not None and max_seqlen_q <= FEW_ROWS[-1]:
-        few_rows = next(rows for rows in FEW_ROWS if max_seqlen_q <= rows)
-    return few_rows, max_seqlen_k is not None and max_seqlen_k <= SHORT_KEYS
+    short = max_seqlen_k is not None and max_seqlen_k <= SHORT_KEYS
+    return _few(max_seqlen_q), _few(max_seqlen_k), short
 
 
 def fit(q: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bool:
@@ -88,13 +92,14 @@ def check_lengths(q: torch.Tensor, lengths: Lengths) -> None:
 
 def describe(
     batch_of_one: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    of: tuple[int, bool],
+    of: Kind,
     options: Options,
     device: Device | None = None,
 ) -> Problem:
     """The forward problem; `of` is the kind of the Lengths."""
-    few_rows, short = of
-    return replace(request.describe(*batch_of_one, options, device), form=PACKED, few_rows=few_rows, short=short)
+    few_rows, few_keys, short = of
+    problem = request.describe(*batch_of_one, options, device)
+    return replace(problem, form=PACKED, few_rows=few_rows, few_keys=few_keys, short=short)
 
 
 def as_batch_of_one(
@@ -104,7 +109,7 @@ def as_batch_of_one(
 
 
 def decide(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: tuple[int, bool], options: Options, device: Device | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Kind, options: Options, device: Device | None
 ) -> Decision:
     """As launch.decide."""
     problem = describe(as_batch_of_one(q, k, v), of, options, device)
@@ -115,9 +120,7 @@ def decide(
     return replace(decision, copies=request.scale_copy(options.scale) + decision.copies, backward=backward)
 
 
-def prepare(
-    batch_of_one: tuple[torch.Tensor, torch.Tensor, torch.Tensor], of: tuple[int, bool], options: Options
-) -> Call:
+def prepare(batch_of_one: tuple[torch.Tensor, torch.Tensor, torch.Tensor], of: Kind, options: Options) -> Call:
     """The Call of checked, non-empty inputs."""
     q = batch_of_one[0]
     problem = describe(batch_of_one, of, options)
@@ -125,7 +128,7 @@ def prepare(
 
 
 def prepare_backward(
-    batch_of_one: tuple[torch.Tensor, torch.Tensor, torch.Tensor], of: tuple[int, bool], options: Options
+    batch_of_one: tuple[torch.Tensor, torch.Tensor, torch.Tensor], of: Kind, options: Options
 ) -> Backward:
     """As launch.prepare_backward."""
     q = batch_of_one[0]

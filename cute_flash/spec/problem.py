@@ -9,7 +9,7 @@ FORWARD, BACKWARD = "forward", "backward"
 SHORT_KEYS = 1024  # up to here a forward counts as short
 # How sequences lie in the operands, see backend.py.
 DENSE, PACKED = "dense", "packed"
-FEW_ROWS = (16, 32, 64)  # what a longest sequence is rounded up to where packed sequences are that short
+FEW = (16, 32, 64)  # what the longest of packed sequences is rounded up to where it is that short
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Problem:
     features: frozenset[str] = frozenset()  # options beyond the plain call, by public name such as "softcap"
     short: bool = False  # forward only: seqlen_k <= SHORT_KEYS, where smaller tiles may win
     form: str = DENSE
-    few_rows: int = 0  # PACKED only: no sequence is known to have more query rows; one of FEW_ROWS, 0 = nothing known
+    few_rows: int = 0  # PACKED only: no sequence has more query rows, as the caller says; one of FEW, 0 = not said
+    few_keys: int = 0
     unaligned: tuple[str, ...] = field(default=())  # why q, k or v is not 16-byte friendly, one sentence each
 
     @property
@@ -41,10 +42,11 @@ class Problem:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"
         extras = f" {self.form}" if self.form != DENSE else ""
         extras += f" rows<={self.few_rows}" if self.few_rows else ""
+        extras += f" keys<={self.few_keys}" if self.few_keys else ""
         extras += "".join(f" {name}" for name in sorted(self.features))
         extras += " lse" if self.lse else ""
         extras += " deterministic" if self.deterministic else ""
-        extras += f" keys<={SHORT_KEYS}" if self.short else ""
+        extras += f" keys<={SHORT_KEYS}" if self.short and not self.few_keys else ""
         return (
             f"{self.direction} {self.dtype} head_dim={dims} heads={self.heads_q}/{self.heads_kv} "
             f"{self.mask}{extras} on {self.device}"

@@ -165,9 +165,13 @@ def test_hints_choose_kernels_and_change_nothing():
     for hints in ({"max_seqlen_q": 40, "max_seqlen_k": 40}, {"max_seqlen_q": 1}, {"max_seqlen_k": 0}):
         assert torch.equal(attention_varlen(*qkv, **inputs.lengths, **hints), plain)
         problem = cute_flash.explain(*qkv, **inputs.lengths, **hints).problem
-        assert (problem.few_rows, problem.short) == packed.kind(hints.get("max_seqlen_q"), hints.get("max_seqlen_k"))
+        assert (problem.few_rows, problem.few_keys, problem.short) == packed.kind(
+            hints.get("max_seqlen_q"), hints.get("max_seqlen_k")
+        )
     kinds = [packed.kind(n, n) for n in (0, 16, 17, 64, 65, 1024, 1025)]
-    assert kinds == [(16, True), (16, True), (32, True), (64, True), (0, True), (0, True), (0, False)]
+    assert [few_rows for few_rows, *_ in kinds] == [16, 16, 32, 64, 0, 0, 0]
+    assert all(few_rows == few_keys for few_rows, few_keys, _ in kinds)
+    assert [short for *_, short in kinds] == [True] * 6 + [False]
 
 
 def test_a_warm_call_describes_nothing(monkeypatch):
