@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from .api import attention, explain
+from .kvcache import attention_kvcache
 from .runtime.dispatch import Decision
 from .runtime.emulation import emulate
 from .spec.errors import BackendBuildError, FallbackWarning, StrictFallbackError, UnsupportedError
@@ -19,6 +20,7 @@ __all__ = [
     "StrictFallbackError",
     "UnsupportedError",
     "attention",
+    "attention_kvcache",
     "attention_varlen",
     "emulate",
     "explain",

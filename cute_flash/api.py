@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import varlen
+from . import kvcache, varlen
 from .runtime import autograd, dispatch, launch, ops, report, request, substitution
 from .runtime.dispatch import Decision
 from .runtime.launch import Call
@@ -180,9 +180,9 @@ substitution.substitute(attention, _in_graph)
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, arch: str | None = None, **options: Any) -> Decision:
     """What `attention` would run on these inputs and options, and why each better backend does not.
 
-    With cu_seqlens_q= among the options, what `attention_varlen` would. Nothing is compiled and no kernel runs. print()
-    the result to read the walk; `.plan`, `.refusals`, `.copies`, `.fallback` and, for inputs that need gradients,
-    `.backward` hold the same facts; `.facts()` is a dictionary.
+    With cu_seqlens_q= among the options, what `attention_varlen` would, and with cache_seqlens=, `attention_kvcache`.
+    Nothing is compiled and no kernel runs. print() the result to read the walk; `.plan`, `.refusals`, `.copies`,
+    `.fallback` and, for inputs that need gradients, `.backward` hold the same facts; `.facts()` is a dictionary.
     Raises what `attention` raises, except that meta tensors are taken: for this machine's first GPU, else its CPU.
 
     arch: explain for this GPU instead, present or not: "9.0", or a compile target such as "sm_90a".
@@ -194,6 +194,8 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, arch: str | No
         device = device_facts.first()
     if any(name in options for name in varlen.LENGTHS):
         return varlen.explain(q, k, v, device, options)
+    if any(name in options for name in kvcache.TABLES):
+        return kvcache.explain(q, k, v, device, options)
     checked = _checked(options)
     request.check_tensors(q, k, v, values=False)
     return launch.decide(q, k, v, checked, device)

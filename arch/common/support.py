@@ -1,10 +1,10 @@
 """Limits of a call that backends share whatever the GPU: one sentence each, with the number."""
 
-from cute_flash.spec.problem import DENSE, PACKED, Problem
+from cute_flash.spec.problem import CACHE, DENSE, PACKED, Problem
 
 DTYPES = ("bfloat16", "float16")  # of the CuTe-DSL kernels
 HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
-CALLS = {PACKED: "packed sequences (attention_varlen)"}
+CALLS = {PACKED: "packed sequences (attention_varlen)", CACHE: "key-value caches (attention_kvcache)"}
 
 
 def refuse_call(

@@ -8,7 +8,7 @@ import torch
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import Bounds
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import BACKWARD, PACKED, Problem
+from cute_flash.spec.problem import BACKWARD, CACHE, PACKED, Problem
 from cute_flash.spec.scratch import ScratchRule
 
 from . import support
@@ -43,6 +43,7 @@ class ReferenceBackend:
             softcap="softcap" in problem.features,
             tile=TILE,
             form=problem.form,
+            page_size=problem.page_size,
         )
 
     def split(self, plan: Plan) -> Plan | None:
@@ -55,6 +56,8 @@ class ReferenceBackend:
         return None
 
     def build(self, plan: Plan) -> Callable[..., Any]:
+        if plan.form == CACHE:
+            return _cache_kernel(plan)
         if plan.form == PACKED:
             return _packed_backward_kernel(plan) if plan.direction == BACKWARD else _packed_forward_kernel(plan)
         return _backward_kernel(plan) if plan.direction == BACKWARD else _forward_kernel(plan)
@@ -113,6 +116,18 @@ def _packed_backward_kernel(plan: Plan) -> Callable[..., None]:
         with torch.autocast(q.device.type, enabled=False):
             saved, lengths = Saved(q, k, v, out, lse, dout, dlse), Lengths(cu_seqlens_q, cu_seqlens_k)
             backward_packed(plan, saved, (dq, dk, dv), lengths, _scale_bounds_softcap(*numbers))
+
+    return kernel
+
+
+def _cache_kernel(plan: Plan) -> Callable[..., None]:
+    from .cache import Cache, forward_cache
+
+    @torch.no_grad()
+    def kernel(q, k, v, out, lse, cache_seqlens, page_table, cache_batch_idx, splits, split_keys, *numbers) -> None:
+        with torch.autocast(q.device.type, enabled=False):
+            cache = Cache(k, v, cache_seqlens, page_table, cache_batch_idx)
+            forward_cache(plan, q, cache, (out, lse), _scale_bounds_softcap(*numbers))
 
     return kernel
 

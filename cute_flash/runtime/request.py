@@ -68,7 +68,7 @@ class Options:
         return frozenset() if self.softcap is None else frozenset({"softcap"})
 
 
-def _flag(name: str, value: Any) -> bool:
+def flag(name: str, value: Any) -> bool:
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -113,7 +113,7 @@ def _check_softcap(softcap: Any) -> float | None:
 def _intersect(causal: Any, window: Any) -> tuple[bool, int | None, int | None]:
     """(causal, left, right) of both: right is None under causal, and a right bound of 0 is causal."""
     left, right = _check_window(window)
-    if _flag("causal", causal) or right == 0:
+    if flag("causal", causal) or right == 0:
         return True, left, None
     return False, left, right
 
@@ -193,8 +193,8 @@ def check_options(
     return replace(
         spelled,
         scale=_check_scale(arguments["scale"]),
-        return_lse=_flag("return_lse", arguments["return_lse"]),
-        deterministic=_flag("deterministic", arguments["deterministic"]),
+        return_lse=flag("return_lse", arguments["return_lse"]),
+        deterministic=flag("deterministic", arguments["deterministic"]),
         backend=backend,
     )
 
@@ -287,6 +287,22 @@ def check_tensors(q: Any, k: Any, v: Any, values: bool = True, dims: int = 4) ->
     _check_shapes(q, k, v)
     _check_tangents({"q": q, "k": k, "v": v})
     _check_limits(q, v, values)
+
+
+def check_cache(q: Any, k_cache: Any, v_cache: Any, values: bool = True) -> None:
+    """As check_tensors, of a key-value cache, whose first two dimensions are its own."""
+    _check_kinds({"q": q, "k_cache": k_cache, "v_cache": v_cache}, 4)
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        shapes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        raise ValueError(f"k_cache and v_cache must be alike but for their last dimension, got {shapes}")
+    heads_q, head_dim = q.shape[2:]
+    heads_kv = k_cache.shape[2]
+    if k_cache.shape[3] != head_dim:
+        raise ValueError(f"q and k_cache must have one head_dim, got {head_dim} and {k_cache.shape[3]}")
+    if heads_q % heads_kv if heads_kv else heads_q:
+        raise ValueError(f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}")
+    _check_tangents({"q": q, "k_cache": k_cache, "v_cache": v_cache})
+    _check_limits(q, v_cache, values)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -35,6 +35,7 @@ class Plan:
     ctas: int = 0  # CTAs of a persistent kernel at most: the GPU's multiprocessors times what fits one; 0 = none
     draws: bool = False  # CTAs draw query tiles from a counter, which the kernel takes last
     form: str = DENSE  # how sequences lie in the operands, see backend.py
+    page_size: int = 0  # of a paged cache
     variant: str = ""  # names a different schedule under the same backend
 
     @property
@@ -51,6 +52,7 @@ class Plan:
         words = [self.backend, self.direction, self.arch, self.dtype, f"d={dims}", str(self.mask)]
         words += [f"tile {self.tile}"] if self.tile else []
         words += [self.form] if self.form != DENSE else []
+        words += [f"page_size={self.page_size}"] if self.page_size else []
         words += ["softcap"] if self.softcap else []
         words += ["lse"] if self.lse and self.direction == "forward" else []
         words += ["drawn"] if self.draws else []

@@ -8,8 +8,8 @@ from .mask import FULL, Mask
 FORWARD, BACKWARD = "forward", "backward"
 SHORT_KEYS = 1024  # up to here a forward counts as short
 # How sequences lie in the operands, see backend.py.
-DENSE, PACKED = "dense", "packed"
-FEW = (16, 32, 64)  # what the longest of packed sequences is rounded up to where it is that short
+DENSE, PACKED, CACHE = "dense", "packed", "cache"
+FEW = (16, 32, 64)  # what the longest of packed sequences is rounded up to where it is that short, or a cache's queries
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class Problem:
     features: frozenset[str] = frozenset()  # options beyond the plain call, by public name such as "softcap"
     short: bool = False  # forward only: seqlen_k <= SHORT_KEYS, where smaller tiles may win
     form: str = DENSE
-    few_rows: int = 0  # PACKED only: no sequence has more query rows, as the caller says; one of FEW, 0 = not said
+    few_rows: int = 0  # PACKED: no sequence has more query rows, as the caller says; one of FEW, 0 = more or not said
     few_keys: int = 0
+    page_size: int = 0  # CACHE: keys of a page, 0 = the cache is not paged. few_rows counts a group's query rows there
     unaligned: tuple[str, ...] = field(default=())  # why q, k or v is not 16-byte friendly, one sentence each
 
     @property
@@ -41,6 +42,7 @@ class Problem:
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"
         extras = f" {self.form}" if self.form != DENSE else ""
+        extras += f" page_size={self.page_size}" if self.page_size else ""
         extras += f" rows<={self.few_rows}" if self.few_rows else ""
         extras += f" keys<={self.few_keys}" if self.few_keys else ""
         extras += "".join(f" {name}" for name in sorted(self.features))
