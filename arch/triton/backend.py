@@ -5,7 +5,7 @@ from typing import Any
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
+from cute_flash.spec.problem import BACKWARD, CACHE, FORWARD, Problem
 from cute_flash.spec.scratch import ScratchRule
 
 from . import support, tiles
@@ -43,8 +43,11 @@ class TritonBackend:
             softcap="softcap" in problem.features,
             tile=tiles.choose(problem.direction, widest, problem.dtype, ieee, capability),
             form=problem.form,
+            page_size=problem.page_size,
             variant=tiles.variant(problem.direction, widest, padded, problem.dtype, capability),
         )
+        if problem.form == CACHE:
+            return tiles.for_cache(plan, problem.few_rows)
         few = problem.few_rows, problem.few_keys
         return tiles.for_sequences(plan, *few) if any(few) else plan
 
@@ -58,7 +61,9 @@ class TritonBackend:
         return None
 
     def build(self, plan: Plan) -> Callable[..., Any]:
-        if plan.direction == FORWARD:
+        if plan.form == CACHE:
+            from . import cache as kernels
+        elif plan.direction == FORWARD:
             from . import forward as kernels
         else:
             from . import backward as kernels

@@ -32,7 +32,6 @@ from .operands import (
     head_start,
     in_window,
     key_span,
-    lengths_taker,
     load_rows,
     load_tile,
     operand,
@@ -41,13 +40,12 @@ from .operands import (
     rows_start,
     scaled,
     sees,
-    sequence_place,
     spec_maker,
     store_rows,
     store_tile,
-    tiles_of,
     zeros,
 )
+from .sequences import lengths_taker, sequence_place, tiles_of
 from .tiles import PADDED, dq_tile
 
 

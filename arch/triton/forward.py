@@ -25,19 +25,17 @@ from .operands import (
     grid_place,
     head_start,
     key_span,
-    lengths_taker,
     load_tile,
     operand,
     rows_start,
     scaled,
     sees,
-    sequence_place,
     spec_maker,
     store_rows,
     store_tile,
-    tiles_of,
     zeros,
 )
+from .sequences import lengths_taker, sequence_place, tiles_of
 from .tiles import PADDED
 
 

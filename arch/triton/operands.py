@@ -83,6 +83,8 @@ class Spec:
     mask_all: bool  # mask every tile instead of branching on whether it hides a pair
     precision: str  # of float32 matmuls: "ieee" or "tf32"
     packed: bool  # sequences lie one after another
+    page_size: int  # of a cache, 0 where it is dense
+    split: bool = False  # programs share the keys of a tile, and leave partial results
 
 
 def operand(tensor: torch.Tensor) -> Operand:
@@ -107,7 +109,7 @@ def main_width(tile: int) -> int:
 
 
 @triton.jit
-def _aligned(stride, columns: tl.constexpr):
+def aligned(stride, columns: tl.constexpr):
     """The same number, in a form that shows Triton what it is a multiple of."""
     if columns.align == 1:
         return stride
@@ -118,17 +120,17 @@ def _aligned(stride, columns: tl.constexpr):
 @triton.jit
 def head_start(x, batch, head, first, columns: tl.constexpr):
     """first: the row that a packed sequence starts at, else None."""
-    batch_offset = batch.to(tl.int64) * _aligned(x.batch, columns)
-    start = x.ptr + batch_offset + head.to(tl.int64) * _aligned(x.head, columns)
+    batch_offset = batch.to(tl.int64) * aligned(x.batch, columns)
+    start = x.ptr + batch_offset + head.to(tl.int64) * aligned(x.head, columns)
     if first is None:
         return start
     else:
-        return start + first.to(tl.int64) * _aligned(x.row, columns)
+        return start + first.to(tl.int64) * aligned(x.row, columns)
 
 
 @triton.jit
 def _part_pointers(base, x, start, rows: tl.constexpr, first: tl.constexpr, cols: tl.constexpr, columns: tl.constexpr):
-    row_stride = _aligned(x.row, columns)
+    row_stride = aligned(x.row, columns)
     row_offsets = tl.arange(0, rows).to(tl.int64) * row_stride
     col_offsets = (tl.arange(0, cols) + first).to(tl.int64) * x.col
     return base + tl.cast(start, tl.int64) * row_stride + row_offsets[:, None] + col_offsets[None, :]
@@ -183,6 +185,44 @@ def store_tile(parts, base, x, start, end, columns: tl.constexpr):
     _store_part(parts[0], base, x, start, end, 0, columns)
     if len(parts) == 2:
         _store_part(parts[1], base, x, start, end, parts[0].shape[1], columns)
+
+
+@triton.jit
+def _gather_part(base, x, offsets, inside, first: tl.constexpr, cols: tl.constexpr, columns: tl.constexpr):
+    columns_here = tl.arange(0, cols) + first
+    mask = inside[:, None]
+    if first + cols > columns.size:
+        mask = mask & (columns_here < columns.size)[None, :]
+    return tl.load(base + offsets[:, None] + (columns_here.to(tl.int64) * x.col)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def gather_tile(base, x, offsets, inside, columns: tl.constexpr):
+    """Rows that start at base + offsets, as parts; zero beyond the true columns and where a row is not `inside`."""
+    main: tl.constexpr = main_width(columns.tile)
+    if main == columns.tile:
+        return (_gather_part(base, x, offsets, inside, 0, main, columns),)
+    else:
+        return (
+            _gather_part(base, x, offsets, inside, 0, main, columns),
+            _gather_part(base, x, offsets, inside, main, columns.tile - main, columns),
+        )
+
+
+@triton.jit
+def _scatter_part(part, base, col, offsets, inside, first: tl.constexpr, columns: tl.constexpr):
+    columns_here = tl.arange(0, part.shape[1]) + first
+    mask = inside[:, None] & (columns_here < columns.size)[None, :]
+    pointers = base + offsets[:, None] + (columns_here.to(tl.int64) * col)[None, :]
+    tl.store(pointers, part.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scatter_tile(parts, base, col, offsets, inside, columns: tl.constexpr):
+    """The way back: rows to base + offsets, columns `col` apart, rounded to the tensor's dtype."""
+    _scatter_part(parts[0], base, col, offsets, inside, 0, columns)
+    if len(parts) == 2:
+        _scatter_part(parts[1], base, col, offsets, inside, parts[0].shape[1], columns)
 
 
 @triton.jit
@@ -256,35 +296,6 @@ def add_dot(acc, a, b, spec: tl.constexpr):
         )
 
 
-PROBES = tl.constexpr(32)
-
-
-@triton.jit
-def _sequence_of(slot, starts, sequences, tile: tl.constexpr):
-    """The last sequence whose slots start at or before this one; `sequences` is what follows the last."""
-    first = slot * 0
-    count = sequences + 1
-    while count > 1:
-        step = tl.cdiv(count, PROBES)
-        probes = tl.arange(0, PROBES) * step
-        inside = probes < count
-        begin = tl.load(starts + first + probes, mask=inside, other=0) // tile + first + probes
-        reached = tl.sum((inside & (begin <= slot)).to(tl.int32))
-        skipped = tl.maximum(reached - 1, 0) * step
-        first += skipped
-        count = tl.minimum(step, count - skipped)
-    return first
-
-
-@triton.jit
-def _extent(starts, index, sequences, total):
-    """(first row, rows) of a sequence; of what follows the last. Within the tensor, whatever the lengths say."""
-    first = tl.load(starts + index)
-    last = tl.load(starts + index + 1, mask=index < sequences, other=total)
-    first = tl.minimum(tl.maximum(first, 0), total)
-    return first, tl.maximum(tl.minimum(last, total) - first, 0)
-
-
 @triton.jit
 def grid_place(sizes, sequences, tile: tl.constexpr, by_keys: tl.constexpr, spec: tl.constexpr):
     """(tile, head, batch) of this program: tiles of a head are neighbours, heads of a batch come next. A tile is one of
@@ -300,23 +311,6 @@ def grid_place(sizes, sequences, tile: tl.constexpr, by_keys: tl.constexpr, spec
     if spec.causal and not by_keys:  # longest rows first
         slot = tiles - 1 - slot
     return slot, place // tiles % heads, place // tiles // heads
-
-
-@triton.jit
-def sequence_place(slot, lengths, sequences, sizes, tile: tl.constexpr, by_keys: tl.constexpr):
-    """(tile, first row, rows, first key, keys) of a slot of packed sequences: the tile within its sequence, which may
-    lie past the end. What follows the last sequence has rows without keys, or keys without rows."""
-    starts_q, starts_k = lengths
-    starts = starts_k if by_keys else starts_q
-    index = _sequence_of(slot, starts, sequences, tile)
-    within = tl.maximum(slot - (tl.load(starts + index) // tile + index), 0)
-    first_q, seqlen_q = _extent(starts_q, index, sequences, sizes.seqlen_q)
-    first_k, seqlen_k = _extent(starts_k, index, sequences, sizes.seqlen_k)
-    if by_keys:
-        seqlen_q = tl.where(index < sequences, seqlen_q, 0)
-    else:
-        seqlen_k = tl.where(index < sequences, seqlen_k, 0)
-    return within, first_q, seqlen_q, first_k, seqlen_k
 
 
 @triton.jit
@@ -426,30 +420,6 @@ def alignment(head_dim: int, *tensors: torch.Tensor) -> int:
     return math.gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:3]))
 
 
-def tiles_of(length: int, sequences: int | None, tile: int) -> int:
-    """Tiles of a head. Of packed sequences as many as there may be, from what the host knows.
-
-    Sequence i, which starts at row s, has the slots from s // tile + i on: as many as it has tiles, and at most one
-    more. What follows the last sequence counts as one.
-    """
-    return -(-length // tile) if sequences is None else length // tile + sequences + 1
-
-
-Taken = tuple[tuple[torch.Tensor, torch.Tensor] | None, int | None, tuple[float, ...]]
-
-
-def lengths_taker(plan: Plan) -> Callable[[tuple[Any, ...]], Taken]:
-    """What a kernel takes after its tensors -> (lengths, sequences, numbers), the first two None unless packed."""
-    if plan.form != PACKED:
-        return lambda numbers: (None, None, numbers)
-
-    def take(numbers: tuple[Any, ...]) -> Taken:
-        cu_seqlens_q, cu_seqlens_k, *rest = numbers
-        return (cu_seqlens_q, cu_seqlens_k), cu_seqlens_q.shape[0] - 1, tuple(rest)
-
-    return take
-
-
 def bound_picker(plan: Plan) -> Callable[..., tuple[int | None, int | None, float | None]]:
     """(left, right, softcap), or nothing for a plain plan -> the three as its kernels take them, None where unused."""
     has_left, has_right, has_cap = plan.mask.left, plan.mask.right and not plan.mask.causal, plan.softcap
@@ -480,6 +450,7 @@ def spec_maker(plan: Plan, tile_m: int, tile_n: int) -> Callable[[int, int, int,
             mask_all=MASK_ALL in plan.variant,
             precision="ieee" if plan.ieee_float32 else "tf32",
             packed=plan.form == PACKED,
+            page_size=plan.page_size,
         )
 
     return make

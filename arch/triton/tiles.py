@@ -119,6 +119,15 @@ def for_sequences(plan: Plan, few_rows: int, few_keys: int) -> Plan:
     return with_dq_tile(replace(plan, tile=narrowed(plan.tile, few_keys, few_rows)), dq)
 
 
+CACHE_KEYS = 64  # a step: as many loads in flight as hide memory's latency, and no more partial work at a row's end
+
+
+def for_cache(plan: Plan, few_rows: int) -> Plan:
+    """The plan of a cache, whose rows are those of a group's heads: what moves is K and V, so products may be slow."""
+    tile = narrowed(plan.tile, few_rows, CACHE_KEYS)
+    return replace(plan, tile=replace(tile, warps=4 if plan.dtype != "float32" else tile.warps))
+
+
 def variant(direction: str, widest: int, padded: bool, dtype: str, capability: tuple[int, int]) -> str:
     """Where matmuls run on registers (mma.sync) a branch in the backward's loops spills up to 4 KB a thread."""
     words = [PADDED] if padded else []
