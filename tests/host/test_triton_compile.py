@@ -8,7 +8,7 @@ import torch
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import CAUSAL, FULL, Mask
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import BACKWARD, DENSE, FORWARD, PACKED, Problem
+from cute_flash.spec.problem import BACKWARD, CACHE, DENSE, FORWARD, PACKED, Problem
 
 pytest.importorskip("triton")
 
@@ -30,8 +30,9 @@ def plan_for(direction: str, capability, dims, dtype="bfloat16", ieee=True, mask
 
 def check(plan: Plan) -> None:
     capability = tuple(int(part) for part in plan.arch.split("."))
-    kernels = importlib.import_module(f"cute_flash.arch.triton.{plan.direction}").compile_ahead(plan)
-    assert len(kernels) == (1 if plan.direction == FORWARD else 2)
+    module = "cache" if plan.form == CACHE else plan.direction
+    kernels = importlib.import_module(f"cute_flash.arch.triton.{module}").compile_ahead(plan)
+    assert len(kernels) == {FORWARD: 1, BACKWARD: 2, "cache": 3}[module]
     for kernel in kernels:
         assert kernel.metadata.shared <= tiles.shared_memory(capability), (kernel.metadata.name, str(plan))
         assert (kernel.metadata.tmem_size or 0) <= TENSOR_MEMORY_COLUMNS, (kernel.metadata.name, str(plan))
@@ -61,6 +62,23 @@ def test_windows_and_softcaps_fit(capability, direction):
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 def test_packed_sequences_fit(capability, direction, few):
     check(plan_for(direction, capability, (128, 128), form=PACKED, few_rows=few[0], few_keys=few[1]))
+
+
+@pytest.mark.parametrize(("few", "page_size", "mask"), [(16, 0, FULL), (16, 16, FULL), (0, 64, CAUSAL)], ids=str)
+@pytest.mark.parametrize("capability", [(8, 6), (9, 0)], ids=str)
+def test_caches_fit(capability, few, page_size, mask):
+    check(plan_for(FORWARD, capability, (128, 128), form=CACHE, few_rows=few, page_size=page_size, mask=mask))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("few", [16, 32, 64, 0])
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("page_size", [0, 1, 64])
+def test_every_cache_fits(capability, dtype, few, page_size):
+    for dims in ((96, 96), (256, 256)):
+        fields = {"form": CACHE, "few_rows": few, "page_size": page_size, "features": CAPPED}
+        check(plan_for(FORWARD, capability, dims, dtype, mask=WINDOW, **fields))
 
 
 @pytest.mark.slow
@@ -161,6 +179,40 @@ def test_a_launch_finds_what_was_compiled_ahead(monkeypatch, seqlen, heads_kv, w
             bound, specialization, options = bind(*recorder.arguments)
             packed = kernel._pack_args(backend, {}, bound, specialization, options)
             assert ASTSource(kernel, *packed[1:]).hash() == source.hash()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_cache_launch_finds_what_was_compiled_ahead(monkeypatch, splits, page_size, batch):
+    """Whatever the batch, the lengths and the counts."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from cute_flash.arch.triton import cache
+
+    monkeypatch.setattr(triton, "compile", lambda source, **options: source)
+    plan = plan_for(FORWARD, (9, 0), (64, 64), mask=FULL, form=CACHE, few_rows=16, page_size=page_size)
+    alone, sharing, merge = cache.compile_ahead(plan)
+    launch = cache.build(plan)
+    expected = [(cache.attention_cache, alone)] if splits == 1 else [(cache.attention_cache, sharing)]
+    expected += [] if splits == 1 else [(cache.merge_shares, merge)]
+    recorders = {"attention_cache": Recorder(), "merge_shares": Recorder()}
+    for name, recorder in recorders.items():
+        monkeypatch.setattr(cache, name, recorder)
+    q, out = (torch.empty(batch, 1, 4, 64, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.empty(batch, page_size or 96, 2, 64, dtype=torch.bfloat16) for _ in range(2))
+    table = torch.zeros(batch, 6, dtype=torch.int32) if page_size else None
+    lens = torch.zeros(batch, dtype=torch.int32)
+    launch(q, k, v, out, torch.empty(batch, 4, 1), lens, table, None, splits, 0, 0.1)
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    for (kernel, source), recorder in zip(expected, recorders.values(), strict=False):
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialization, options = bind(*recorder.arguments)
+        packed = kernel._pack_args(backend, {}, bound, specialization, options)
+        assert ASTSource(kernel, *packed[1:]).hash() == source.hash()
 
 
 @pytest.mark.slow
