@@ -81,7 +81,7 @@ def attention_varlen(
             dtype = q.dtype
             lazy = q.is_neg() or k.is_neg() or v.is_neg()
             key = (
-                dtype, q.device, type(q), heads_q, heads_k, head_dim, head_dim_v, kind,
+                dtype, q.device, type(q), type(k), type(v), heads_q, heads_k, head_dim, head_dim_v, kind,
                 packed.kind(max_seqlen_q, max_seqlen_k), return_lse, deterministic or _torch_deterministic(),
                 _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
                 backend, settings.generation, dtype is not _float32 or request.float32_kind(q.device),
