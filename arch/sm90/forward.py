@@ -18,13 +18,13 @@ from cute_flash.spec.plan import Plan
 
 from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E
-from ..common.order import Sizes, rounds_of
+from ..common.order import Sizes
 from ..common.rowstate import make_row_state
 from .epilogue import OutputRoom
 from .load import Loads, TmaSource, load_first, load_keys, load_last, tile_copy
 from .memory import TICKET_SLOTS, TICKET_WORDS, ForwardLayouts, forward_layouts, forward_storage
 from .mma import make_fragments
-from .pipeline import forward_states, open_forward, turn_of
+from .pipeline import forward_states, meet_cluster, open_forward, rank_in_cluster, turn_of
 from .queue import following_unit, open_tickets, publish, ticket_states
 from .schedule import WARPGROUP
 from .units import Units
@@ -84,28 +84,38 @@ class ForwardSm90:
             forward_layouts(self.tile, self.width_qk, self.width_v, self.dtype, self.walk.q_slots),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        together, load_keys_op = None, load
+        if cutlass.const_expr(self.units.shared):
+            together, load_keys_op = self.units.together(q.shape[1]), cpasync.CopyBulkTensorTileG2SMulticastOp()
 
-        def source(op, tensor, modes, layout, box):
+        def source(op, tensor, modes, layout, box, parts=1):
             view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
-            return TmaSource(*cpasync.make_tiled_tma_atom(op, view, cute.slice_(layout, (None, None, 0)), box))
+            return TmaSource(*cpasync.make_tiled_tma_atom(op, view, cute.slice_(layout, (None, None, 0)), box, parts))
 
         sources = Sources(
             q=source(load, q, [1, 3, 2, 0], layouts.q, (tile.tile_m, self.width_qk)),
-            k=source(load, k, [1, 3, 2, 0], layouts.k, (tile.tile_n, self.width_qk)),
-            v=source(load, v, [3, 1, 2, 0], layouts.v, (self.width_v, tile.tile_n)),
+            k=source(load_keys_op, k, [1, 3, 2, 0], layouts.k, (tile.tile_n, self.width_qk), tile.cluster),
+            v=source(load_keys_op, v, [3, 1, 2, 0], layouts.v, (self.width_v, tile.tile_n), tile.cluster),
             o=source(store, o, [1, 3, 2, 0], layouts.o, (64, self.width_v)) if self.walk.o_apart else None,
         )
-        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
+        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right, together)
         splits = 1 if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
         scale_log2, cap_factor = scale * LOG2_E, None
         if cutlass.const_expr(self.softcap):
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
         out = None if self.walk.o_apart else o
         self.kernel(sources, (lse, o_partial, counter, out), scale_log2, cap_factor, sizes, layouts).launch(
-            grid=(cutlass.min(self.units.count(sizes, splits), self.max_ctas), 1, 1),
+            grid=(self._ctas(sizes, splits), 1, 1),
             block=(self.schedule.threads, 1, 1),
+            cluster=(together, 1, 1) if cutlass.const_expr(self.units.shared) else None,
             stream=stream,
         )
+
+    def _ctas(self, sizes: Sizes, splits: Int32) -> Int32:
+        units = self.units.count(sizes, splits)
+        if self.units.shared:
+            return cutlass.min(units, self.max_ctas // sizes.together) * sizes.together
+        return cutlass.min(units, self.max_ctas)
 
     @cute.kernel
     def kernel(
@@ -130,7 +140,8 @@ class ForwardSm90:
         s_o = None
         if cutlass.const_expr(self.walk.o_apart):
             s_o = storage.o.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
-        pipes = open_forward(storage, layouts, (self.walk.q_slots, tile.stages), self.dtype, schedule)
+        slots = self.walk.q_slots, tile.stages
+        pipes = open_forward(storage, layouts, slots, self.dtype, schedule, sizes.together)
 
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -157,6 +168,8 @@ class ForwardSm90:
             )
             room = OutputRoom(s_o, sources.o)
             self.walk.run(context, room, (lse, o_partial, out), sizes, splits)
+        if cutlass.const_expr(self.units.shared):
+            meet_cluster()
 
     @cute.jit
     def load_role(
@@ -164,11 +177,14 @@ class ForwardSm90:
     ):
         pipes, tickets = pipes
         units = self.units.count(sizes, splits)
-        rounds = rounds_of(units)
+        rounds = self.units.rounds(sizes, splits)
         group = sizes.heads_q // sizes.heads_kv
         s_q, s_k, s_v = smem
         q_box, k_box = (self.tile.tile_m, self.width_qk), (self.tile.tile_n, self.width_qk)
         v_box = (self.width_v, self.tile.tile_n)
+        parts = [(0, 1)]
+        if cutlass.const_expr(self.units.shared):
+            parts = [((rank_in_cluster() + i) % self.tile.cluster, self.tile.cluster) for i in range(self.tile.cluster)]
         states = forward_states(pipelines.PipelineUserType.Producer, self.walk.q_slots, self.tile.stages)
         ticket_state = ticket_states(pipelines.PipelineUserType.Producer)
         ticket, step = self.units.ticket(rounds.unit(0), sizes, splits), Int32(0)
@@ -177,9 +193,10 @@ class ForwardSm90:
             unit = self.units.unit(ticket, sizes, splits)
             work, head_kv, tiles = unit.work, unit.work.head // group, unit.tiles
             loads = Loads(
-                tile_copy(sources.q, s_q, q_box, (work.m_block, 0), work.head, work.batch),
-                tile_copy(sources.k, s_k, k_box, (None, 0), head_kv, work.batch),
-                tile_copy(sources.v, s_v, v_box, (0, None), head_kv, work.batch),
+                tile_copy(sources.q, s_q, q_box, (work.m_block, 0), (work.head, work.batch)),
+                tuple(tile_copy(sources.k, s_k, k_box, (None, 0), (head_kv, work.batch), part) for part in parts),
+                tuple(tile_copy(sources.v, s_v, v_box, (0, None), (head_kv, work.batch), part) for part in parts),
+                sizes.together,
             )
             states = load_first(pipes, states, loads, tiles)
             # as late as the answer can still be there in time: who is ready first shall draw first

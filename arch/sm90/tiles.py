@@ -85,15 +85,17 @@ def forward_smem_bytes(tile: Tile, width_qk: int, width_v: int, o_apart: bool = 
     return 1024 + 2 * elements
 
 
+def o_apart(tile: Tile, width_qk: int, width_v: int) -> bool:
+    """O leaves through shared memory where it fits beside Q and the row does not say otherwise, else from registers."""
+    return not tile.o_direct and forward_smem_bytes(tile, width_qk, width_v, o_apart=True) <= SMEM_LIMIT
+
+
 def q_slots(tile: Tile, width_qk: int, width_v: int) -> int:
-    """Two where they fit beside O in its own room."""
+    """What the row says, else two where they fit beside O in its own room."""
+    if tile.q_slots:
+        return tile.q_slots
     both = forward_smem_bytes(tile, width_qk, width_v, o_apart=True) + 2 * tile.tile_m * width_qk
     return 2 if both <= SMEM_LIMIT else 1
-
-
-def o_apart(tile: Tile, width_qk: int, width_v: int) -> bool:
-    """O leaves through shared memory where it fits beside Q, else from registers."""
-    return forward_smem_bytes(tile, width_qk, width_v, o_apart=True) <= SMEM_LIMIT
 
 
 def forward_registers(tile: Tile, width_v: int) -> int:

@@ -11,9 +11,16 @@ class Tile:
     tile_n: int  # keys of one step
     stages: int = 2  # K/V ring slots (Triton: num_stages)
     warps: int = 0  # MMA warps; 0 = follows from tile_m
+    q_slots: int = 0  # query tiles in shared memory; 0 = as many as fit, two at most
+    o_direct: bool = False  # O leaves from registers though shared memory has room for it
+    cluster: int = 1  # CTAs that share every key tile; each takes a query tile of its own
 
     def __str__(self) -> str:
-        return f"{self.tile_m}x{self.tile_n} stages={self.stages}"
+        words = [f"{self.tile_m}x{self.tile_n} stages={self.stages}"]
+        words += [f"q={self.q_slots}"] if self.q_slots else []
+        words += ["direct"] if self.o_direct else []
+        words += [f"cluster={self.cluster}"] if self.cluster > 1 else []
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
