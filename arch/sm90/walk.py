@@ -33,7 +33,7 @@ from .pipeline import ForwardPipelines, Turn, forward_states, grant_first_turn, 
 from .queue import TicketRing, receive, ticket_states
 from .schedule import forward_schedule
 from .softmax import cap_scores, finish, rescale_if_any, rescale_output, softmax_step
-from .tiles import o_apart, q_slots, rescales_first, skips_rescale
+from .tiles import o_apart, q_slots
 from .units import Unit, Units
 
 
@@ -60,11 +60,9 @@ class Walk:
         self.tile, self.mask, self.softcap, self.dtype, self.units = plan.tile, plan.mask, plan.softcap, dtype, units
         self.schedule = forward_schedule(plan.tile, plan.head_dim_v)
         self.mmas = ForwardMmas(plan.tile, plan.head_dim_v, dtype)
-        self.skips_rescale = skips_rescale(plan.tile, plan.head_dim, plan.head_dim_v, str(plan.mask))
         self.o_apart = o_apart(plan.tile, plan.head_dim, plan.head_dim_v)
         self.q_slots = q_slots(plan.tile, plan.head_dim, plan.head_dim_v)
         self.carries = self.q_slots > 1
-        self.rescales_first = rescales_first(plan.head_dim, plan.head_dim_v, str(plan.mask))
         self.output_shape = OutputShape(plan.head_dim_v, self.schedule.mma_threads)
 
     @cute.jit
@@ -165,7 +163,7 @@ class Walk:
     def leave(self, context: MmaContext, states: tuple):
         """The last P V of a unit, with nothing else in flight."""
         q_state, k_state, v_state = states
-        if cutlass.const_expr(self.rescales_first):
+        if cutlass.const_expr(self.tile.late):
             self.rescale(context.frags, context)
         wait_full(context.pipes.v, v_state)
         issue_output(self.mmas, context.frags, v_state.index)
@@ -211,7 +209,7 @@ class Walk:
         unit, following = units
         q_state, k_state, v_state = states
         q_state.advance()
-        if cutlass.const_expr(self.rescales_first):
+        if cutlass.const_expr(self.tile.late):
             self.rescale(frags, context)
         wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
@@ -257,7 +255,7 @@ class Walk:
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         pack_fragment(frags.s, frags.p_packed, self.dtype)
-        if cutlass.const_expr(not self.rescales_first):
+        if cutlass.const_expr(not self.tile.late):
             self.rescale(frags, context)
 
     @cute.jit
@@ -268,7 +266,7 @@ class Walk:
         wait_full(pipes.k, k_state)
         wait_turn(context.turn, self.schedule)
         issue_scores(self.mmas, frags, q_state.index, k_state.index)
-        if cutlass.const_expr(self.rescales_first):
+        if cutlass.const_expr(self.tile.late):
             self.rescale(frags, context)
         wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
@@ -279,7 +277,7 @@ class Walk:
     @cute.jit
     def rescale(self, frags: Fragments, context: MmaContext):
         """Of O, before the next P V: under the next scores where that is measured to be better, else at once."""
-        if cutlass.const_expr(self.skips_rescale):
+        if cutlass.const_expr(self.tile.votes):
             rescale_if_any(frags.o, context.state)
         else:
             rescale_output(frags.o, context.state)
