@@ -136,7 +136,7 @@ class ForwardSm90:
             storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
         )
         words = storage.tickets.get_tensor(cute.make_layout((TICKET_WORDS, TICKET_SLOTS)))
-        tickets = open_tickets(storage.ticket_barriers.data_ptr(), words, schedule.mma_threads)
+        tickets = open_tickets(storage.ticket_barriers.data_ptr(), words, schedule.mma_warps)
         s_o = None
         if cutlass.const_expr(self.walk.o_apart):
             s_o = storage.o.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)

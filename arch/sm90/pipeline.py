@@ -3,7 +3,7 @@
 edge   slots   producer -> consumers                     full arrives     empty arrives
 Q      1 or 2  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
 K, V   stages  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
-ticket 2       load warp -> MMA threads (queue.py)       32 lanes         one per MMA thread
+ticket 2       load warp -> MMA warps (queue.py)         one lane         one per MMA warp
 
 named barrier        threads                     meaning
 TURN + w             256: warpgroups w-1 and w   warpgroup w may issue its matmuls (ping-pong)

@@ -82,12 +82,12 @@ class Walk:
                 if ticket.live != 0:
                     states = self.cross(context, states, following)
                 else:
-                    states = self.leave(context, states)
+                    self.leave(context, states)
                 self.hand_out(context, room, results, unit)
             elif ticket.live != 0:
                 states = self.step_over(context, states, (unit, following), room, results)
             else:
-                states = self.leave(context, states)
+                self.leave(context, states)
                 self.hand_out(context, room, results, unit)
             unit, live = following, ticket.live
         if cutlass.const_expr(self.o_apart):
@@ -161,17 +161,14 @@ class Walk:
 
     @cute.jit
     def leave(self, context: MmaContext, states: tuple):
-        """The last P V of a unit, with nothing else in flight."""
+        """The last P V of the last unit, with nothing else in flight. Nobody waits for its slot of V."""
         q_state, k_state, v_state = states
         if cutlass.const_expr(self.tile.late):
             self.rescale(context.frags, context)
         wait_full(context.pipes.v, v_state)
         issue_output(self.mmas, context.frags, v_state.index)
         warpgroup.wait_group(0)
-        context.pipes.v.consumer_release(v_state)
-        v_state.advance()
         settle(context.state, context.done)
-        return q_state, k_state, v_state
 
     @cute.jit
     def cross(self, context: MmaContext, states: tuple, following: Unit):
