@@ -21,10 +21,10 @@ from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from ..common.rowstate import make_row_state
 from .epilogue import OutputRoom
-from .load import Loads, TmaSource, load_first, load_keys, load_last, tile_copy
+from .load import Loads, TmaSource, load_first, load_keys, load_last, shared_tiles, tile_copy
 from .memory import TICKET_SLOTS, TICKET_WORDS, ForwardLayouts, forward_layouts, forward_storage
 from .mma import make_fragments
-from .pipeline import forward_states, meet_cluster, open_forward, rank_in_cluster, turn_of
+from .pipeline import forward_states, meet_cluster, open_forward, turn_of
 from .queue import following_unit, open_tickets, publish, ticket_states
 from .schedule import WARPGROUP
 from .units import Units
@@ -182,9 +182,7 @@ class ForwardSm90:
         s_q, s_k, s_v = smem
         q_box, k_box = (self.tile.tile_m, self.width_qk), (self.tile.tile_n, self.width_qk)
         v_box = (self.width_v, self.tile.tile_n)
-        parts = [(0, 1)]
-        if cutlass.const_expr(self.units.shared):
-            parts = [((rank_in_cluster() + i) % self.tile.cluster, self.tile.cluster) for i in range(self.tile.cluster)]
+        of_keys = shared_tiles if self.units.shared else tile_copy
         states = forward_states(pipelines.PipelineUserType.Producer, self.walk.q_slots, self.tile.stages)
         ticket_state = ticket_states(pipelines.PipelineUserType.Producer)
         ticket, step = self.units.ticket(rounds.unit(0), sizes, splits), Int32(0)
@@ -193,9 +191,9 @@ class ForwardSm90:
             unit = self.units.unit(ticket, sizes, splits)
             work, head_kv, tiles = unit.work, unit.work.head // group, unit.tiles
             loads = Loads(
-                tile_copy(sources.q, s_q, q_box, (work.m_block, 0), (work.head, work.batch)),
-                tuple(tile_copy(sources.k, s_k, k_box, (None, 0), (head_kv, work.batch), part) for part in parts),
-                tuple(tile_copy(sources.v, s_v, v_box, (0, None), (head_kv, work.batch), part) for part in parts),
+                tile_copy(sources.q, s_q, q_box, (work.m_block, 0), work.head, work.batch),
+                of_keys(sources.k, s_k, k_box, (None, 0), head_kv, work.batch),
+                of_keys(sources.v, s_v, v_box, (0, None), head_kv, work.batch),
                 sizes.together,
             )
             states = load_first(pipes, states, loads, tiles)

@@ -12,7 +12,8 @@ from cutlass import Int16, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.blocks import KeyTiles
-from .pipeline import ForwardPipelines
+from .pipeline import ForwardPipelines, rank_in_cluster
+from .schedule import CLUSTER
 
 
 class TmaSource(NamedTuple):
@@ -28,58 +29,61 @@ class TileCopy(NamedTuple):
     target: cute.Tensor  # (box, slots)
 
 
+class SharedTiles(NamedTuple):
+    """The same before it is known which part of a tile is asked for: CTAs of a cluster load one each."""
+
+    atom: cute.CopyAtom
+    source: cute.Tensor  # (tile, tiles)
+    target: cute.Tensor  # (tile, slots)
+
+
+def shared_tiles(
+    tma: TmaSource, smem: cute.Tensor, tile: tuple[int, int], coord: tuple, head: Int32, batch: Int32
+) -> SharedTiles:
+    """Tiles of one head. `coord` keeps the mode that is walked as None."""
+    tiles = cute.local_tile(tma.tensor[None, None, head, batch], tile, coord)
+    return SharedTiles(tma.atom, cute.group_modes(tiles, 0, 2), cute.group_modes(smem, 0, 2))
+
+
+def part_copy(tiles: SharedTiles, part: Int32 | int, parts: int) -> TileCopy:
+    """Ready for TMA."""
+    target, source = cpasync.tma_partition(tiles.atom, part, cute.make_layout(parts), tiles.target, tiles.source)
+    return TileCopy(tiles.atom, source, target)
+
+
 def tile_copy(
-    tma: TmaSource,
-    smem: cute.Tensor,
-    tile: tuple[int, int],
-    coord: tuple,
-    row: tuple[Int32, Int32],
-    part: tuple[Int32, int] = (0, 1),
+    tma: TmaSource, smem: cute.Tensor, tile: tuple[int, int], coord: tuple, head: Int32, batch: Int32
 ) -> TileCopy:
-    """Tiles of one (head, batch), ready for TMA. `coord` keeps the mode that is walked as None; `part`: (i, n) for the
-    i-th of n parts of each tile, with an atom for n CTAs."""
-    tiles = cute.local_tile(tma.tensor[None, None, *row], tile, coord)
-    index, parts = part
-    target, source = cpasync.tma_partition(
-        tma.atom, index, cute.make_layout(parts), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
-    )
-    return TileCopy(tma.atom, source, target)
-
-
-def _copy(copy: TileCopy, tile_index: Int32, slot: Int32, barrier: cute.Pointer, ctas: Int16 | None = None):
-    """`ctas`: bits of those in the cluster that receive it."""
-    target = copy.target[None, slot]
-    cute.copy(copy.atom, copy.source[None, tile_index], target, tma_bar_ptr=barrier, mcast_mask=ctas)
+    return part_copy(shared_tiles(tma, smem, tile, coord, head, batch), 0, 1)
 
 
 @cute.jit
 def _fetch(
     pipe: pipelines.PipelineTmaAsync,
     state: pipelines.PipelineState,
-    copies: tuple,
+    copy: TileCopy | SharedTiles,
     tile_index: Int32,
     together: Int32 | None,
 ):
-    """`copies`: of the whole tile; or of this CTA's part of it, which all of the cluster receive, then of the other
-    parts, which it loads itself where it is alone."""
+    """A CTA of a cluster of `together` loads its part of the tile for all of them, or all parts where it is alone."""
     pipe.producer_acquire(state)
     barrier = pipe.producer_get_barrier(state)
     if cutlass.const_expr(together is None):
-        _copy(copies[0], tile_index, state.index, barrier)
+        cute.copy(copy.atom, copy.source[None, tile_index], copy.target[None, state.index], tma_bar_ptr=barrier)
     else:
-        everyone = Int16((1 << together) - 1)
-        _copy(copies[0], tile_index, state.index, barrier, everyone)
-        if together == 1:
-            for i in cutlass.range_constexpr(1, len(copies)):
-                _copy(copies[i], tile_index, state.index, barrier, everyone)
+        first, everyone = rank_in_cluster(), Int16((1 << together) - 1)
+        for i in cutlass.range(CLUSTER // together, unroll=1):
+            part = part_copy(copy, first + i, CLUSTER)
+            source, target = part.source[None, tile_index], part.target[None, state.index]
+            cute.copy(part.atom, source, target, tma_bar_ptr=barrier, mcast_mask=everyone)
 
 
 class Loads(NamedTuple):
-    """Of one query tile; q.source has a single tile. For K and V see _fetch."""
+    """Of one query tile; q.source has a single tile."""
 
     q: TileCopy
-    k: tuple[TileCopy, ...]
-    v: tuple[TileCopy, ...]
+    k: TileCopy | SharedTiles
+    v: TileCopy | SharedTiles
     together: Int32 | None  # see Sizes
 
 

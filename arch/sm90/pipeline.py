@@ -53,7 +53,7 @@ def _tma_pipeline(
     )
     if together is None:
         return pipe
-    lane = cute.arch.lane_idx()
+    lane = cute.arch.thread_idx()[0] % 32
     return replace(pipe, consumer_mask=lane, is_signaling_thread=lane < together)
 
 
