@@ -162,7 +162,7 @@ class Walk:
     @cute.jit
     def leave(self, context: MmaContext, states: tuple):
         """The last P V of the last unit, with nothing else in flight. Nobody waits for its slot of V."""
-        q_state, k_state, v_state = states
+        _, _, v_state = states
         if cutlass.const_expr(self.tile.late):
             self.rescale(context.frags, context)
         wait_full(context.pipes.v, v_state)
