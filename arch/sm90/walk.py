@@ -4,6 +4,7 @@ Scores of a key tile and O += P V of the one before are in flight together, and 
 inside a query tile and, where shared memory has room for two of Q, from one query tile to the next.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import cutlass
@@ -14,7 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_flash.spec.plan import Plan
 
-from ..common.numeric import pack_fragment
+from ..common.numeric import is_result, pack_fragment
 from ..common.order import Sizes
 from ..common.rowstate import RowState, reset, settle
 from .epilogue import (
@@ -179,15 +180,28 @@ class Walk:
         q_state.advance()
         wait_full(pipes.q, q_state)
         self.issue_both(context, (q_state, k_state, v_state))
-        k_state.advance()
         settle(context.state, context.done)
         reset(context.state)
-        self.probabilities(context, following.row_start, following.tiles.last - 1, True)
+        witnesses = self.probabilities(context, following.row_start, following.tiles.last - 1, True)
+        self.release_k_after(pipes, k_state, witnesses)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
+        k_state.advance()
         v_state.advance()
         pack_fragment(frags.s, frags.p_packed, self.dtype)
         return q_state, k_state, v_state
+
+    @cute.jit
+    def release_k_after(self, pipes: ForwardPipelines, k_state, witnesses: list):
+        """Not before the witnesses are there, which they are for certain: an arrival and the wait for P V stay in
+        order, so that ptxas leaves so much of the softmax before the wait, under P V."""
+        pipe = pipes.k
+        if cutlass.const_expr(self.tile.ahead > 0):
+            there = pipe.is_signaling_thread
+            for witness in witnesses:
+                there = there & is_result(witness)
+            pipe = replace(pipe, is_signaling_thread=there)
+        pipe.consumer_release(k_state)
 
     def release_q_after(self, pipes: ForwardPipelines, q_state, place: tuple):
         """With one slot the next Q is wanted at once: after the last scores of a unit, not after their softmax."""
@@ -239,7 +253,7 @@ class Walk:
                 mask_window(scores, context.thread, place, context.seqlens, context.bounds, self.mask, self.tile)
             else:
                 mask_scores(scores, context.thread, row_start, key_start, context.seqlens, self.mask.causal)
-        softmax_step(scores, context.state, context.scale_log2, masked)
+        return softmax_step(scores, context.state, context.scale_log2, masked, max(1, self.tile.ahead))
 
     @cute.jit
     def step(self, context: MmaContext, states: tuple, place: tuple, masked: bool):
@@ -248,7 +262,8 @@ class Walk:
         q_state, k_state, v_state = states
         self.issue_both(context, (q_state, k_state, v_state))
         self.release_q_after(pipes, q_state, place)
-        self.probabilities(context, place[0], place[1], masked)
+        witnesses = self.probabilities(context, place[0], place[1], masked)
+        self.release_k_after(pipes, k_state, witnesses)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         pack_fragment(frags.s, frags.p_packed, self.dtype)
@@ -269,7 +284,6 @@ class Walk:
         issue_output(self.mmas, frags, v_state.index)
         pass_turn(context.turn, self.schedule)
         warpgroup.wait_group(1)
-        pipes.k.consumer_release(k_state)
 
     @cute.jit
     def rescale(self, frags: Fragments, context: MmaContext):

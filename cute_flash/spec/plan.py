@@ -16,6 +16,7 @@ class Tile:
     cluster: int = 1  # CTAs that share every key tile; each takes a query tile of its own
     votes: bool = False  # a warp votes whether O needs rescaling at all
     late: bool = False  # O is rescaled under the next scores, not at once
+    ahead: int = 0  # exponentials of a row that wait for nothing but their scores; 0: as the compiler likes
 
     def __str__(self) -> str:
         words = [f"{self.tile_m}x{self.tile_n} stages={self.stages}"]
@@ -23,6 +24,7 @@ class Tile:
         words += ["direct"] if self.o_direct else []
         words += [f"cluster={self.cluster}"] if self.cluster > 1 else []
         words += [name for name in ("votes", "late") if getattr(self, name)]
+        words += [f"ahead={self.ahead}"] if self.ahead else []
         return " ".join(words)
 
 
