@@ -175,6 +175,7 @@ SETS = {
     "hopper-forward": tuple(_table("fwd")),
     "hopper-backward": tuple(_table("bwd")),
     "blackwell-forward": tuple(_table("fwd")),
+    "blackwell-backward": tuple(_table("bwd")),
 }
 SHORT_NAMES = {
     "d": "head_dim",

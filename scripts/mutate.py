@@ -1,4 +1,4 @@
-"""Mutation score of a forward's synchronisation, emulated: drop each wait, arrive, barrier and fence in turn.
+"""Mutation score of a kernel's synchronisation, emulated: drop each wait, arrive, barrier and fence in turn.
 
     python -m scripts.mutate --points d=128,mask=causal [--split] [--out perf/results/mutation_sm90.csv]
 
@@ -24,6 +24,7 @@ import torch
 from cute_flash import emulator
 from cute_flash.emulator.mutate import Outcome, Report, find_sites, score
 from cute_flash.spec import settings
+from cute_flash.spec.plan import Plan
 from perf import points
 from scripts import dump
 
@@ -39,28 +40,31 @@ ERROR = 6e-3  # three times a right result's; a tile read too early is off by 1e
 
 @dataclass
 class Subject:
-    """A compiled forward, its inputs and its right answer."""
+    """A compiled kernel, its inputs and its right answer; of a forward."""
 
     kernel: Callable[..., Any]
     operands: tuple[Any, ...]  # q, k, v, out, lse, scale and scratch
-    exact: tuple[torch.Tensor, torch.Tensor]
+    exact: tuple[torch.Tensor, ...]
     arch: str
+    main: int = 0  # which launch is scored
     texts: list[str] = field(default_factory=list)  # PTX that ran
     kernels: list[str] = field(default_factory=list)  # entries of it that ran
 
     def attempt(self, edit: Callable[[str], str], knobs: dict[str, Any]) -> tuple[bool, Any]:
         """Run once: (is the result right, counters of the first launch)."""
-        out, lse = self.operands[3:5]
-        for tensor in (out, lse, *self.operands[6:]):
+        for tensor in self._written():
             tensor.fill_(math.nan if tensor.is_floating_point() else 0)
         with emulator.emulate(self.arch, edit=edit, max_steps=STEPS, strict_exit=True, **knobs) as emulation:
             self.kernel(*self.operands)
         self.kernels = [launch["kernel"] for launch in emulation.launches]
-        return self._right(out, lse), emulation.launches[0]["counters"]
+        return self._right(), emulation.launches[self.main]["counters"]
 
-    def _right(self, out: torch.Tensor, lse: torch.Tensor) -> bool:
-        exact_out, exact_lse = self.exact
-        distance = torch.linalg.vector_norm(out.double() - exact_out) / torch.linalg.vector_norm(exact_out)
+    def _written(self) -> tuple[torch.Tensor, ...]:
+        return (*self.operands[3:5], *self.operands[6:])
+
+    def _right(self) -> bool:
+        (out, lse), (exact_out, exact_lse) = self.operands[3:5], self.exact
+        distance = distance_of(out, exact_out)
         if any(tensor.any() for tensor in self.operands[6:] if not tensor.is_floating_point()):
             return False  # a counter is left as it was found
         return bool(distance < ERROR) and torch.allclose(lse.double(), exact_lse, rtol=1e-6, atol=1e-3)
@@ -69,6 +73,21 @@ class Subject:
         if ptx not in self.texts:
             self.texts.append(ptx)
         return ptx
+
+
+class BackwardSubject(Subject):
+    """A backward: dO, Q, K, V, O, LSE and its gradient, dQ, dK, dV, scale and scratch; right are the gradients."""
+
+    def _written(self) -> tuple[torch.Tensor, ...]:
+        return (*self.operands[7:10], *self.operands[11:])
+
+    def _right(self) -> bool:
+        pairs = zip(self.operands[7:10], self.exact, strict=True)
+        return all(bool(distance_of(found, exact) < ERROR) for found, exact in pairs)
+
+
+def distance_of(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact)
 
 
 def dense(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,6 +106,8 @@ def prepare(args: argparse.Namespace) -> Subject:
     backend, plan = dump.plan_of(args, point)
     if not plan.plain:
         raise SystemExit(f"mask={point.mask}: full and causal kernels only")
+    if point.direction == "bwd":
+        return _prepare_backward(args, point, backend, plan)
     plan = replace(plan, ctas=args.ctas)
     with settings.override(emulate=plan.arch), emulator.emulate(plan.arch):
         kernel = functools.partial(emulator.call, backend.build(plan, "--generate-line-info"))
@@ -104,6 +125,24 @@ def prepare(args: argparse.Namespace) -> Subject:
     if plan.draws:
         scratch = (torch.zeros(1, dtype=torch.int32),)
     return Subject(kernel, (q, k, v, out, lse, point.scale, *scratch), dense(q, k, v, point.causal), plan.arch)
+
+
+def _prepare_backward(args: argparse.Namespace, point: points.Point, backend: Any, plan: Plan) -> Subject:
+    """The last tile of queries and that of keys are partial; the kernel after the one for delta is scored."""
+    with settings.override(emulate=plan.arch), emulator.emulate(plan.arch):
+        kernel = functools.partial(emulator.call, backend.build(plan, "--generate-line-info"))
+    rows, keys = args.query_tiles * plan.tile.tile_m - 3, args.key_tiles * plan.tile.tile_n - 3
+    torch.manual_seed(0)
+    widths = plan.head_dim, plan.head_dim, plan.head_dim_v, plan.head_dim_v
+    shapes = ((1, n, 1, d) for n, d in zip((rows, keys, keys, rows), widths, strict=True))
+    q, k, v, do = (torch.randn(shape).bfloat16() for shape in shapes)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense(*leaves, point.causal)
+    exact = torch.autograd.grad(out, leaves, do.double())
+    grads, rule = [torch.empty_like(x) for x in (q, k, v)], backend.scratch(plan)
+    scratch = () if rule is None else (torch.empty(rule.elements(1, 1, rows)),)
+    operands = (do, q, k, v, out.detach().bfloat16(), lse.detach().float(), None, *grads, point.scale, *scratch)
+    return BackwardSubject(kernel, operands, exact, plan.arch, main=1)
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
@@ -142,7 +181,7 @@ def judge(subject: Subject, kinds: Sequence[str] | None = None, sites: slice = s
     def right_everywhere(edit: Callable[[str], str]) -> bool:
         return all(subject.attempt(edit, knobs)[0] for knobs in KNOBS)
 
-    ran = entry_lines(subject.texts[0], subject.kernels[0])
+    ran = entry_lines(subject.texts[0], subject.kernels[subject.main])
     for site in [site for site in find_sites(subject.texts[0], kinds) if site.line in ran][sites]:
         yield from score([site], right_everywhere, counters).outcomes
 
@@ -151,7 +190,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.mutate", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--backend", default="sm90")
-    add("--points", default="d=128,mask=causal", help="as perf/bench.py (only d, dv and mask matter)")
+    add("--points", default="d=128,mask=causal", help="as perf/bench.py (only pass, d, dv and mask matter)")
     add("--split", action="store_true", help="the plan that shares a query tile among CTAs")
     add("--short", action="store_true", help="the plan for sequences of at most SHORT_KEYS keys")
     add("--query-tiles", type=int, default=3)

@@ -1,7 +1,8 @@
-"""Correctness on a data-centre Blackwell GPU, then the forward against FlashAttention-4 and cuDNN: `scripts/silicon`.
+"""Correctness on a data-centre Blackwell GPU, then times against FlashAttention-4 and cuDNN: `scripts/silicon`.
 
-Leaves a folder with the results CSV (perf/bench.py's columns: GPU, clock, versions, commit, every contestant), and the
-log of the correctness tests beside it. Nobody here has such a GPU: please send both in.
+Leaves a folder with a results CSV of the forward and one of the backward (perf/bench.py's columns: GPU, clock,
+versions, commit, every contestant), and the log of the correctness tests beside them. Nobody here has such a GPU:
+please send all three in.
 """
 
 from __future__ import annotations
@@ -24,8 +25,14 @@ NEEDED = {
     "flash_attn.cute": "flash-attn-4, which they are measured against",
     "pytest": "pytest, which runs the correctness tests",
 }
-TESTS = ("tests/device/test_forward.py", "tests/device/test_cases.py", "tests/device/test_memory.py")
+TESTS = (
+    "tests/device/test_forward.py",
+    "tests/device/test_backward.py",
+    "tests/device/test_cases.py",
+    "tests/device/test_memory.py",
+)
 CONTESTANTS = "ours,fa4,cudnn"
+POINTS = {"forward": ("blackwell-forward", "foundation"), "backward": ("blackwell-backward", "foundation-backward")}
 
 
 def missing_gpu(torch: Any) -> str:
@@ -63,8 +70,8 @@ def missing() -> list[str]:
 
 
 def correctness(log: Path) -> bool:
-    """The device tests of the forward; their report goes to `log` and to the screen."""
-    command = [sys.executable, "-m", "pytest", *TESTS, "-k", "not backward and not gradient", "-n", "0", "-ra"]
+    """The device tests of both directions; their report goes to `log` and to the screen."""
+    command = [sys.executable, "-m", "pytest", *TESTS, "-n", "0", "-ra"]
     with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
         for line in tests.stdout or ():
             file.write(line)
@@ -72,9 +79,8 @@ def correctness(log: Path) -> bool:
     return tests.returncode == 0
 
 
-def measure(csv: Path, quick: bool) -> int:
-    points = "foundation" if quick else "blackwell-forward"
-    words = ["--points", points, "--contestants", CONTESTANTS, "--out", str(csv)]
+def measure(csv: Path, direction: str, quick: bool) -> int:
+    words = ["--points", POINTS[direction][quick], "--contestants", CONTESTANTS, "--out", str(csv)]
     return subprocess.run([sys.executable, "-m", "perf.bench", *words], cwd=ROOT).returncode
 
 
@@ -93,14 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     folder = (args.out or Path(f"silicon-{gpu}-{today}")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    csv, log = folder / "forward.csv", folder / "correctness.log"
+    tables, log = {direction: folder / f"{direction}.csv" for direction in POINTS}, folder / "correctness.log"
     right = correctness(log)
     if not right:
         print(f"\nwrong results, or no kernel: no times are taken. Please send {log}", file=sys.stderr)
         return 1
-    outcome = measure(csv, args.quick)
+    outcome = max(measure(csv, direction, args.quick) for direction, csv in tables.items())
     whole = "" if outcome == 0 else " (not finished: run scripts/silicon again, it goes on where it stopped)"
-    print(f"\nplease send {csv} and {log}{whole}")
+    print(f"\nplease send {', '.join(map(str, tables.values()))} and {log}{whole}")
     return outcome
 
 

@@ -84,6 +84,20 @@ def finite_or_zero(x: Float32) -> Float32:
     return Float32(0.0) if x == NEG_INF else x
 
 
+def capped_weights(score: Float32, lse_log2: Float32, factors: tuple) -> tuple[Float32, Float32]:
+    """(P, P * (1 - tanh^2)) of a raw score. factors: (softcap * log2(e), 2 * scale * log2(e) / softcap).
+
+    With e = exp(2 x) and r = 1 / (1 + e), tanh(x) is 1 - 2 r, and 1 - tanh(x)^2 is 4 r (e r), which does not cancel
+    where e is small or large.
+    """
+    scale_log2, cap_factor = factors
+    e = exp2(cutlass.min(score * cap_factor, Float32(126.0)))
+    inverse = cute.arch.rcp_approx(1.0 + e)
+    p = exp2((1.0 - 2.0 * inverse) * scale_log2 - lse_log2)
+    p = Float32(cutlass.select_(score == NEG_INF, Float32(0.0), p))  # hidden
+    return p, p * (4.0 * inverse * (e * inverse))
+
+
 def pack_pair(low: Float32, high: Float32, dtype: type) -> Int32:
     """Two float32 as one register of 16-bit values, round to nearest even.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import FORWARD, Problem
+from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 from cute_flash.spec.scratch import ScratchRule
 
 from . import support, tiles
@@ -27,6 +27,8 @@ class Sm100Backend:
         return support.refuse(problem)
 
     def plan(self, problem: Problem) -> Plan:
+        if problem.direction == BACKWARD:
+            return self._backward(problem)
         return Plan(
             backend=self.name,
             direction=problem.direction,
@@ -44,6 +46,24 @@ class Sm100Backend:
             else 0,
         )
 
+    def _backward(self, problem: Problem) -> Plan:
+        widths = tiles.backward_widths(problem.head_dim, problem.head_dim_v)
+        return Plan(
+            backend=self.name,
+            direction=BACKWARD,
+            arch=ARCHES[problem.device.capability],
+            dtype=problem.dtype,
+            head_dim=widths[0],
+            head_dim_v=widths[1],
+            mask=problem.mask,
+            lse=problem.lse,
+            lse_grad=problem.lse_grad,
+            deterministic=problem.deterministic,
+            tile=tiles.backward_tile(*widths),
+            variant=tiles.backward_variant(widths[0]),
+            softcap="softcap" in problem.features,
+        )
+
     def _variant(self, problem: Problem) -> str:
         plain = "softcap" not in problem.features
         return tiles.PAIRS if plain and tiles.paired(problem.head_dim, problem.head_dim_v, str(problem.mask)) else ""
@@ -55,7 +75,7 @@ class Sm100Backend:
         return replace(plan, tile=tiles.split_tile(plan.head_dim, plan.head_dim_v), ctas=0, variant=tiles.SPLIT)
 
     def scratch(self, plan: Plan) -> ScratchRule | None:
-        return None
+        return tiles.backward_scratch(plan) if plan.direction == BACKWARD else None
 
     def pack(self, plan: Plan) -> Plan | None:
         split = self.split(plan)
@@ -63,9 +83,9 @@ class Sm100Backend:
 
     def build(self, plan: Plan, options: str = "") -> Callable[..., Any]:
         """A TVM-FFI function on the current stream, see the contract. `options`: more for cute.compile."""
-        from .compile import compile_forward
+        from . import compile
 
-        return compile_forward(plan, options)
+        return (compile.compile_backward if plan.direction == BACKWARD else compile.compile_forward)(plan, options)
 
 
 BACKEND = Sm100Backend()

@@ -3,6 +3,7 @@
 from cute_flash.spec.plan import Plan
 
 from ..common import operands
+from .backward import BackwardSm100, BoundedBackwardSm100
 from .entries import BoundedForwardSm100, PairedForwardSm100, SplitForwardSm100
 from .forward import ForwardSm100
 from .tiles import PACKED, PAIRS, SPLIT
@@ -14,3 +15,8 @@ def compile_forward(plan: Plan, options: str = ""):
     return operands.compile_forward(
         kernel(plan, operands.DTYPES[plan.dtype]), plan, plan.variant in (SPLIT, PACKED), options
     )
+
+
+def compile_backward(plan: Plan, options: str = ""):
+    kernel = BackwardSm100 if plan.plain else BoundedBackwardSm100
+    return operands.compile_backward(kernel(plan, operands.DTYPES[plan.dtype]), plan, options)

@@ -33,18 +33,32 @@ def output_to_smem(
     thread: Int32,
 ):
     """This thread's row, divided by its sum; room (128, width_v) of the query tile, swizzled."""
+    row_to_smem(tmem, (shape.o_column(tile), shape.width_v), room, (factor, None), thread)
+
+
+@cute.jit
+def row_to_smem(
+    tmem: cute.Pointer, columns: cutlass.Constexpr[tuple[int, int]], room: cute.Tensor, times: tuple, thread: Int32
+):
+    """This thread's row of tensor memory, rounded, into room (128, width), swizzled. columns: (first, width); times:
+    (what it is multiplied by, whether there is anything: None where there always is, else zeros are stored)."""
+    start, width = columns
+    factor, seen = times
     values = cute.make_rmem_tensor((COLUMNS,), Float32)
     packed = cute.make_rmem_tensor((COLUMNS // 2,), Int32)
     vectors = cute.make_tensor(
         cute.recast_ptr(packed.iterator, dtype=room.element_type), cute.make_layout((VECTOR, COLUMNS // VECTOR))
     )
     rows = cute.tiled_divide(room, (1, VECTOR))  # ((1, 8), 128, width_v / 8)
-    for first in cutlass.range_constexpr(0, shape.width_v, COLUMNS):
-        load_columns(tmem, shape.o_column(tile) + first, values, 0, COLUMNS, thread)
+    for first in cutlass.range_constexpr(0, width, COLUMNS):
+        load_columns(tmem, start + first, values, 0, COLUMNS, thread)
         cute.arch.fence_view_async_tmem_load()
         for c in cutlass.range_constexpr(0, COLUMNS, 2):
             pair = (values[c], values[c + 1])
             values[c], values[c + 1] = cute.arch.mul_packed_f32x2(pair, (factor, factor))
+            if cutlass.const_expr(seen is not None):
+                values[c] = Float32(cutlass.select_(seen, values[c], Float32(0.0)))
+                values[c + 1] = Float32(cutlass.select_(seen, values[c + 1], Float32(0.0)))
         pack_fragment(values, packed, room.element_type)
         for i in cutlass.range_constexpr(COLUMNS // VECTOR):
             cute.autovec_copy(vectors[None, i], rows[(0, None), thread, first // VECTOR + i])

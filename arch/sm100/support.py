@@ -1,7 +1,7 @@
 """What the Blackwell kernels can do: one sentence per limit, with the number. Not yet run on silicon."""
 
 from cute_flash.spec.device import Device
-from cute_flash.spec.problem import BACKWARD, Problem
+from cute_flash.spec.problem import Problem
 
 from ..common.support import refuse_call
 
@@ -20,6 +20,4 @@ def refuse(problem: Problem) -> tuple[str, ...]:
     if not native(device):
         major, minor = device.capability
         return (f"runs on compute capability 10.0 and 10.3 (tcgen05 and tensor memory), this GPU has {major}.{minor}",)
-    if problem.direction == BACKWARD:
-        return ("not built yet: the Blackwell backward kernel does not exist",)
     return refuse_call(problem, FEATURES)

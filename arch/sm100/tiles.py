@@ -5,7 +5,8 @@ No row is measured: not yet run on silicon. They follow from bytes of shared mem
 
 from dataclasses import replace
 
-from cute_flash.spec.plan import Tile
+from cute_flash.spec.plan import Plan, Tile
+from cute_flash.spec.scratch import ScratchRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 10.0
 TMEM_COLUMNS = 512  # 32-bit columns of 128 lanes
@@ -152,3 +153,52 @@ def persistent(head_dim: int, head_dim_v: int, mask: str) -> bool:
     tile_m, widths = forward_tile(head_dim, head_dim_v).tile_m, (width(head_dim), width(head_dim_v))
     ways = (1, PAIR) if paired(head_dim, head_dim_v, mask) else (1,)
     return mask == "full" and not all(shared_output(tile_m, *widths, ctas) for ctas in ways)
+
+
+# ---------------------------------------------------------------------------------------------------------- backward
+
+FUSED, KEYS_PART, VALUES_PART = "", "keys", "values"  # what one kernel makes: everything; dK and dQ; dV
+APART = "apart"  # Plan.variant: dV in a kernel of its own, which computes P again
+NARROW = 128  # width of q and k up to which dK and dV fit tensor memory together
+WIDE_ROWS = 64  # of a query tile, where dK or dV is wider: S^T and dP^T take half the columns
+DQ_SLOTS = 2  # chunks of dQ in shared memory
+DQ_CHUNK_BYTES = 8 * 1024  # at tile_m 64; twice that at 128
+BACKWARD_BYTES = 3072  # barriers, tensor memory's address, LSE and delta of two query tiles
+
+
+def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The tiled head dims. Beyond 128 dQ is computed transposed: q and k fill whole tiles of 128."""
+    widths = width(head_dim), width(head_dim_v)
+    return widths if max(widths) <= NARROW else (-(-head_dim // ROWS) * ROWS, widths[1])
+
+
+def backward_tile(width_qk: int, width_v: int) -> Tile:
+    return Tile(ROWS if max(width_qk, width_v) <= NARROW else WIDE_ROWS, KEYS)
+
+
+def backward_variant(width_qk: int) -> str:
+    return FUSED if width_qk <= NARROW else APART
+
+
+def backward_parts(variant: str) -> tuple[str, ...]:
+    """The kernels of a Plan, a launch each."""
+    return (KEYS_PART, VALUES_PART) if variant == APART else (FUSED,)
+
+
+def backward_slots(tile_m: int, widths: tuple[int, int], part: str) -> tuple[int, int]:
+    """Of Q and of dO: two each where they fit beside K, V, dS and chunks of dQ."""
+    width_qk, width_v = widths
+    fixed = BACKWARD_BYTES + 2 * ROWS * width_qk
+    if part != VALUES_PART:
+        fixed += 2 * ROWS * (width_v + tile_m) + DQ_SLOTS * DQ_CHUNK_BYTES * (tile_m // WIDE_ROWS)
+    for q, do in ((2, 2), (2, 1), (1, 1)):
+        if fixed + 2 * tile_m * (q * width_qk + do * width_v) <= SMEM_LIMIT:
+            return q, do
+    raise ValueError(f"no backward tile fits widths {width_qk} and {width_v}")
+
+
+def backward_scratch(plan: Plan) -> ScratchRule:
+    """dQ while it is summed, then LSE and delta of every row; if in turn, a counter a tile."""
+    if plan.tile is None:
+        raise ValueError(f"a plan without a tile has no scratch: {plan}")
+    return ScratchRule(plan.tile.tile_m, plan.head_dim + 2, 1 if plan.deterministic else 0)

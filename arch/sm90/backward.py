@@ -17,10 +17,11 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from ..common import delta
+from ..common.entry import BoundedEntry, PlainEntry
+from ..common.keyunits import Unit, first_key_tile, unit_of
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .grad import convert
-from .grad.entry import BoundedEntry, PlainEntry
 from .grad.epilogue import GradientRoom, add_dq, hand_over_dq, store_rows
 from .grad.load import Feed, load_role, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
@@ -35,7 +36,7 @@ from .grad.pipeline import (
     backward_states,
     open_backward,
 )
-from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, Unit, backward_schedule, first_key_tile, unit_of
+from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, backward_schedule
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
@@ -84,7 +85,7 @@ class BackwardSm90(PlainEntry):
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
-        """Three kernels; see grad/entry.py."""
+        """Three kernels; see common/entry.py."""
         q, k, v, do, dq, dk, dv = tensors
         o, lse, dlse = others
         scale, left, right, softcap = numbers

@@ -9,11 +9,11 @@ import cutlass.cute as cute
 from cute_flash.spec.plan import Plan
 
 from ..common import delta
+from ..common.entry import BoundedEntry, PlainEntry
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .dkdv import KeyGradientsSm90
 from .dq import QueryGradientsSm90
-from .grad.entry import BoundedEntry, PlainEntry
 
 
 class ApartBackwardSm90(PlainEntry):
@@ -25,7 +25,7 @@ class ApartBackwardSm90(PlainEntry):
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
-        """See grad/entry.py."""
+        """See common/entry.py."""
         q, k, v, do, dq, dk, dv = tensors
         o, lse, dlse = others
         scale, left, right, softcap = numbers

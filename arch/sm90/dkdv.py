@@ -15,6 +15,7 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
 
+from ..common.keyunits import Unit, unit_of
 from ..common.order import Sizes
 from .grad.epilogue import GradientRoom, store_columns
 from .grad.load import Feed, load_role, prefetch_descriptors, tile_copy
@@ -22,7 +23,7 @@ from .grad.mask import mask_transposed
 from .grad.memory import TmaSource, WideLayouts, wide_layouts, wide_storage
 from .grad.mma import issue
 from .grad.pipeline import DS_STORED, OPERANDS_DEAD, BackwardPipelines, backward_states, open_backward
-from .grad.schedule import LOAD_WARP, Unit, backward_schedule, unit_of
+from .grad.schedule import LOAD_WARP, backward_schedule
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .grad.wide_mma import WideAccumulators, WideMmas, WideOperands, make_wide_accumulators, make_wide_operands
 from .pipeline import wait_full

@@ -85,6 +85,9 @@ def test_tensors_without_memory_never_reach_a_warm_kernel(backend):
     assert isinstance(fake, FakeTensor) and fake.shape == out.shape and fake.device == out.device
     with pytest.raises(TypeError, match="q is a TwoTensor"):
         run(*(TwoTensor(x, x) for x in (q, k, v)), causal=True)
+    for name, inputs in (("k", (q, TwoTensor(k, k), v)), ("v", (q, k, TwoTensor(v, v)))):
+        with pytest.raises(TypeError, match=f"{name} is a TwoTensor"):
+            run(*inputs, causal=True)
     torch.cuda.synchronize()
     assert torch.equal(run(q, k, v, causal=True), out)
 

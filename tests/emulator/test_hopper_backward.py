@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import cute_flash
-from cute_flash.arch.sm90.backend import BACKEND
+from cute_flash.arch.sm90 import backend as sm90
+from cute_flash.arch.sm100 import backend as sm100
 from cute_flash.spec import settings
 from cute_flash.spec.device import ARCHES, imagined
 
@@ -90,48 +91,59 @@ def test_at_least_twelve_shapes():
 
 
 class Compiled:
-    """The backend, but a plan is compiled once."""
+    """A backend, but a plan is compiled once."""
 
-    scratch = staticmethod(BACKEND.scratch)
-    refuse = staticmethod(BACKEND.refuse)
-    plan = staticmethod(BACKEND.plan)
-    build = staticmethod(functools.cache(BACKEND.build))
+    def __init__(self, backend):
+        self.scratch, self.refuse, self.plan = backend.scratch, backend.refuse, backend.plan
+        self.build = functools.cache(backend.build)
 
 
-def gradients(each: Cell, schedule: Schedule):
-    """(dQ, dK, dV) of the Hopper kernels, given the exact output and LSE; (inputs, dLSE) beside them."""
+BACKENDS = {"sm_90a": Compiled(sm90.BACKEND), "sm_100a": Compiled(sm100.BACKEND)}
+BACKENDS["sm_103a"] = BACKENDS["sm_100a"]
+
+
+def gradients(each: Cell, schedule: Schedule, arch: str = ARCH):
+    """(dQ, dK, dV) of the architecture's kernels, given the exact output and LSE; (inputs, dLSE) beside them."""
     case, inputs = each.case, make_inputs(each.case)
     options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
     exact = oracle.forward(*inputs.qkv, **options)
     outputs = direct.Outputs(exact.out.to(case.torch_dtype), exact.lse.float())
     dlse = torch.randn(outputs.lse.shape) if each.lse_grad else None
-    with settings.override(cache_dir=None, backend=None), cute_flash.emulate(ARCH, strict_exit=True, **schedule.knobs):
+    with settings.override(cache_dir=None, backend=None), cute_flash.emulate(arch, strict_exit=True, **schedule.knobs):
         found = direct.backward(
-            Compiled,
+            BACKENDS[arch],
             inputs.dout,
             *inputs.qkv,
             outputs,
             dlse,
-            device=imagined(ARCHES[ARCH], "emulated"),
+            device=imagined(ARCHES[arch], "emulated"),
             deterministic=each.deterministic,
             **options,
         )
     return found, inputs, dlse
 
 
-@pytest.mark.parametrize("each, schedule", schedules())
-def test_right_under_every_schedule(each: Cell, schedule: Schedule):
+def check(each: Cell, schedule: Schedule, arch: str = ARCH) -> list[float]:
+    """-> the errors of dQ, dK and dV."""
     case = each.case
-    found, inputs, dlse = gradients(each, schedule)
+    found, inputs, dlse = gradients(each, schedule, arch)
     options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
     exact = oracle.backward(*inputs.qkv, inputs.dout, dlse, **options)
     plain = oracle.plain_16bit_backward(*inputs.qkv, inputs.dout, **options)
     base = oracle.backward(*inputs.qkv, inputs.dout, **options) if each.lse_grad else exact
+    errors = []
     for name, value, right, yardstick, without in zip(NAMES, found, exact, plain, base, strict=True):
         # with a gradient through LSE: that of the yardstick, which has none, and a rounding each of dS and the result
         limit = ALLOWED_RATIO * oracle.relative_error(yardstick, without)
         floor = 2 * HALF_ULP[case.torch_dtype] if each.lse_grad else 0.0
-        assert oracle.relative_error(value, right) <= max(limit, floor), name
+        errors.append(oracle.relative_error(value, right))
+        assert errors[-1] <= max(limit, floor), name
+    return errors
+
+
+@pytest.mark.parametrize("each, schedule", schedules())
+def test_right_under_every_schedule(each: Cell, schedule: Schedule):
+    check(each, schedule)
 
 
 @pytest.mark.slow  # warps that wait for their turn poll memory: 45 s
@@ -156,6 +168,6 @@ def test_rows_past_the_end_touch_nothing():
         buffer[:, :rows] = operands[index]
         operands[index] = buffer[:, :rows]
     with settings.override(cache_dir=None, backend=None), cute_flash.emulate(ARCH, mode="late", seed=1):
-        found = direct.backward(Compiled, *operands, outputs, device=imagined(ARCHES[ARCH], "emulated"))
+        found = direct.backward(BACKENDS[ARCH], *operands, outputs, device=imagined(ARCHES[ARCH], "emulated"))
     for value, right in zip(found, oracle.backward(*inputs.qkv, inputs.dout), strict=True):
         assert oracle.relative_error(value, right) < 4e-3

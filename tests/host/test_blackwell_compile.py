@@ -13,7 +13,7 @@ from cute_flash.arch.sm100.schedule import BUDGETS, ROWS, WARPGROUP
 from cute_flash.spec.device import imagined
 from cute_flash.spec.mask import CAUSAL, FULL, Mask
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import FORWARD, Problem
+from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 
 from ..emulator.hopper import turn
 from .test_hopper_compile import REGISTER_FILE, compile_and_report
@@ -44,13 +44,34 @@ PACKED = [BACKEND.pack(each) for each in rotated(((FULL, False), (CAUSAL, False)
 EVERY = [*PLAIN, *BOUNDED, *SPLIT, *PACKED]
 
 
+def backward(head_dims, mask: Mask, capability=(10, 0), dtype: str = "bfloat16", more=(False, False), softcap=False):
+    """more: (gradient through LSE, deterministic)."""
+    features, device = frozenset({"softcap"} if softcap else ()), imagined(capability, "imagined")
+    fields = {"lse": True, "lse_grad": more[0], "deterministic": more[1], "features": features}
+    return BACKEND.plan(Problem(BACKWARD, device, dtype, *head_dims, heads_q=8, heads_kv=2, mask=mask, **fields))
+
+
+MORE = tuple(itertools.product(ARCHES, ("bfloat16", "float16"), ((False, False), (True, False), (False, True))))
+BACKWARD_PAIRS = [(d, d_v) for d in (32, 64, 96, 128, 256) for d_v in (32, 64, 96, 128, 192, 256)]
+BACKWARD_KINDS = tuple(itertools.product((FULL, CAUSAL, *WINDOWS), (False, True)))  # mask, softcap
+COMMON_BACKWARD = [backward((128, 128), CAUSAL), backward((64, 64), FULL, (10, 3))]
+EVERY_BACKWARD = [
+    *(backward((d, d), mask, *each) for d in (64, 128, 256) for mask in (FULL, CAUSAL) for each in MORE),
+    *(
+        backward(dims, mask, *MORE[index % len(MORE)], softcap=softcap)
+        for index, (dims, (mask, softcap)) in enumerate(itertools.product(BACKWARD_PAIRS, BACKWARD_KINDS))
+    ),
+]
+EVERY_BACKWARD = list(dict.fromkeys(EVERY_BACKWARD))
+
+
 def every_plan():
-    for index, each in enumerate(EVERY):
+    for index, each in enumerate([*EVERY, *EVERY_BACKWARD]):
         due = (index + turn()) % SLICES == 0
         yield pytest.param(each, id=str(each), marks=[] if due else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("chosen", COMMON, ids=str)
+@pytest.mark.parametrize("chosen", [*COMMON, *COMMON_BACKWARD], ids=str)
 def test_common_plans_compile_without_spills(chosen, capfd, record_property):
     compile_and_report(BACKEND, chosen, capfd, record_property)
 
@@ -61,7 +82,8 @@ def test_every_plan_compiles_without_spills(chosen, capfd, record_property):
 
 
 def test_plans_are_told_apart():
-    assert len({each.key() for each in EVERY}) == len(EVERY)
+    every = [*EVERY, *EVERY_BACKWARD]
+    assert len({each.key() for each in every}) == len(every)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257))

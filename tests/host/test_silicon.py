@@ -60,7 +60,7 @@ def test_wrong_results_are_not_timed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(silicon, "missing", list)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA B200")
     monkeypatch.setattr(silicon, "correctness", lambda log: False)
-    monkeypatch.setattr(silicon, "measure", lambda csv, quick: pytest.fail("timed"))
+    monkeypatch.setattr(silicon, "measure", lambda csv, direction, quick: pytest.fail("timed"))
     assert silicon.main(["--out", str(tmp_path)]) == 1
     assert "correctness.log" in capsys.readouterr().err
 
@@ -69,15 +69,16 @@ def test_right_results_are_timed_and_the_csv_is_named(monkeypatch, tmp_path, cap
     monkeypatch.setattr(silicon, "missing", list)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA B200")
     monkeypatch.setattr(silicon, "correctness", lambda log: True)
-    monkeypatch.setattr(silicon, "measure", lambda csv, quick: 0)
+    monkeypatch.setattr(silicon, "measure", lambda csv, direction, quick: 0)
     assert silicon.main(["--out", str(tmp_path)]) == 0
-    assert str(tmp_path / "forward.csv") in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert str(tmp_path / "forward.csv") in said and str(tmp_path / "backward.csv") in said
 
 
 def test_what_it_runs_exists():
     assert all((ROOT / path).is_file() for path in silicon.TESTS)
     assert set(silicon.CONTESTANTS.split(",")) <= set(baselines.CONTESTANTS)
-    assert points.parse("blackwell-forward") and points.parse("foundation")
+    assert all(points.parse(name) for pair in silicon.POINTS.values() for name in pair)
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there may be a GPU")

@@ -8,9 +8,10 @@ import cutlass.pipeline as pipelines
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
+from ...common.keyunits import Unit
 from .memory import TmaSource
 from .pipeline import BackwardPipelines, backward_states
-from .schedule import LOAD_WARP, Unit
+from .schedule import LOAD_WARP
 
 
 class TileCopy(NamedTuple):

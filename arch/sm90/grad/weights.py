@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...common.delta import values_together
-from ...common.numeric import NEG_INF, exp2, pack_fragment
+from ...common.numeric import capped_weights, exp2, pack_fragment
 from ..mma import first_column, rows_view
 
 
@@ -40,20 +39,6 @@ def probabilities(
         for r in range(2):
             view[r, c] = exp2(view[r, c] * scale_log2 - lse)
     pack_fragment(scores, packed, dtype)
-
-
-def capped_weights(score: Float32, lse_log2: Float32, factors: tuple) -> tuple[Float32, Float32]:
-    """(P, P * (1 - tanh^2)) of a raw score. factors: (softcap * log2(e), 2 * scale * log2(e) / softcap).
-
-    With e = exp(2 x) and r = 1 / (1 + e), tanh(x) is 1 - 2 r, and 1 - tanh(x)^2 is 4 r (e r), which does not cancel
-    where e is small or large.
-    """
-    scale_log2, cap_factor = factors
-    e = exp2(cutlass.min(score * cap_factor, Float32(126.0)))
-    inverse = cute.arch.rcp_approx(1.0 + e)
-    p = exp2((1.0 - 2.0 * inverse) * scale_log2 - lse_log2)
-    p = Float32(cutlass.select_(score == NEG_INF, Float32(0.0), p))  # hidden
-    return p, p * (4.0 * inverse * (e * inverse))
 
 
 def capped_probabilities(

@@ -1,0 +1,151 @@
+"""Our Blackwell backward, emulated, against float64: tile edges, masks, windows, softcaps, groups, lengths, head dims.
+
+Every run: a third of the cells, late, under one of three seeds, rotating by day. scripts/test --all: each under every
+seed, and in the other modes too; with --emulator-csv FILE, one row a run.
+"""
+
+import math
+
+import pytest
+import torch
+
+import cute_flash
+from cute_flash.spec import settings
+from cute_flash.spec.device import ARCHES, imagined
+
+from .. import direct, oracle
+from ..cases import Case, make_inputs
+from ..runner import ALLOWED_RATIO
+from .hopper import Schedule, turn
+from .test_hopper_backward import BACKENDS, EVERY_DAY, SCHEDULES, Cell, cell, check, gradients
+
+ARCH = "sm_100a"
+
+# Tiles of 128 keys, and of 128 queries up to head dim 128: dQ has columns of its own up to (64, 128), else it lies over
+# dP^T; dO has two slots but for (128, 128) and (128, 96). Beyond, of 64 queries, dQ transposed: (., 129 and up) in one
+# kernel, (129 and up, .) in two, the one for dK and dQ with one slot of Q at (256, 256).
+CELLS = (
+    cell(64, (1, 1), heads=(2, 1)),
+    cell(64, (130, 257)),  # two query tiles, three key tiles, one key in the last
+    cell(64, (193, 193), causal=True, heads=(2, 1)),
+    cell(64, (200, 70), causal=True),  # 130 rows see no key, a query tile of them whole
+    cell(64, (513, 127), heads=(2, 2), batch=2),  # five query tiles through rings of two
+    cell(32, (129, 128)),
+    cell(40, (65, 129), heads=(3, 1), dtype="float16"),
+    cell(64, (129, 300), window=(40, 17)),
+    cell(64, (300, 900), window=(130, 0)),  # key tiles that nobody sees
+    cell(64, (100, 130), softcap=3.0, causal=True, lse_grad=True),
+    cell(128, (128, 128)),
+    cell(128, (65, 129), batch=2),
+    cell(128, (257, 257), causal=True),
+    cell(128, (70, 300), causal=True, heads=(4, 2)),
+    cell(128, (150, 64), causal=True, lse_grad=True),
+    cell(128, (300, 128), heads=(3, 1)),  # nine steps
+    cell(128, (129, 200), window=(64, None), softcap=20.0),
+    cell(128, (200, 129), dtype="float16", lse_grad=True),
+    cell(128, (130, 300), values="falling"),
+    cell(128, (130, 300), causal=True, values="outliers"),
+    cell(72, (129, 63), layout="heads_first"),
+    cell((64, 128), (65, 191)),
+    cell((128, 96), (129, 130)),
+    cell(96, (260, 129)),
+    cell((96, 64), (129, 100), causal=True, heads=(2, 1)),
+    cell(256, (193, 193), causal=True),
+    cell(256, (129, 63), heads=(2, 1), dtype="float16"),
+    cell(192, (64, 129), window=(None, 20)),
+    cell((192, 128), (127, 300), causal=True, heads=(2, 1)),
+    cell((40, 136), (70, 200), softcap=5.0, lse_grad=True),
+    cell((128, 256), (200, 129)),
+    cell((256, 64), (65, 130), window=(40, 9)),
+    cell((192, 128), (65, 200), deterministic=True),
+    cell(64, (300, 400), window=(70, 30), deterministic=True),  # a query tile's first key tile is not 0
+    cell(128, (65, 200), heads=(2, 1), deterministic=True),
+)
+
+
+SOON = (Schedule("eager", "random", 1), Schedule("eager", "priority", 2), Schedule("random", "random", 3))
+
+
+def schedules():
+    """Every cell under every schedule; those whose turn it is not are slow."""
+    for index, each in enumerate(CELLS):
+        turns = SOON if each.deterministic else SCHEDULES  # late, and polling: ten minutes a run
+        for schedule in turns:
+            due = (index + turn()) % 3 == 0 and schedule == turns[(index + turn()) // 3 % len(EVERY_DAY)]
+            marks = [] if due else [pytest.mark.slow]
+            yield pytest.param(each, schedule, id=f"{each}-{schedule}", marks=marks)
+
+
+def test_at_least_twenty_four_shapes():
+    assert len(set(CELLS)) == len(CELLS) >= 24
+
+
+@pytest.mark.parametrize("each, schedule", schedules())
+def test_right_under_every_schedule(each: Cell, schedule: Schedule):
+    check(each, schedule, ARCH)
+
+
+@pytest.mark.slow  # warps that wait for their turn poll memory
+@pytest.mark.parametrize("dims", [64, 128, 256], ids=str)
+def test_deterministic_gradients_are_the_same_under_every_schedule(dims):
+    """dQ is summed in the order of the key tiles, whoever comes first."""
+    each = cell(dims, (65, 385), deterministic=True)  # four key tiles
+    first, *others = (gradients(each, schedule, ARCH)[0] for schedule in SOON)
+    for found in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+def shape(dims, causal: bool, **fields) -> Cell:
+    """2**15 elements of each gradient and more: two equally good kernels differ by under 5%."""
+    return cell(dims, (257, 300), heads=(2, 1), causal=causal, **fields)
+
+
+@pytest.mark.parametrize(
+    "each",
+    [
+        shape(64, True),
+        pytest.param(shape(64, False, dtype="float16"), marks=pytest.mark.slow),
+        pytest.param(shape(96, True), marks=pytest.mark.slow),
+        pytest.param(shape(128, False), marks=pytest.mark.slow),
+        pytest.param(shape(128, True, values="outliers"), marks=pytest.mark.slow),
+        pytest.param(shape((192, 128), True), marks=pytest.mark.slow),
+        pytest.param(shape(256, False), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_error_is_at_most_the_hopper_kernels(each: Cell):
+    ours, theirs = (check(each, EVERY_DAY[0], arch) for arch in (ARCH, "sm_90a"))
+    assert all(error <= ALLOWED_RATIO * other for error, other in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+def test_training_through_the_front_door_gives_the_hopper_gradients():
+    """attention() pairs forward and backward of one architecture: the same, but for a rounding of O and LSE."""
+    inputs, found = make_inputs(Case(1, 130, 200, 2, 1, 64, 64, True)), {}
+    for arch in ("sm_90a", ARCH):
+        leaves = [x.clone().requires_grad_() for x in inputs.qkv]
+        with (
+            settings.override(cache_dir=None, backend=None, strict=True),
+            cute_flash.emulate(arch, mode="late", seed=1),
+        ):
+            cute_flash.attention(*leaves, causal=True).backward(inputs.dout)
+        found[arch] = [x.grad for x in leaves]
+    for ours, theirs in zip(found[ARCH], found["sm_90a"], strict=True):
+        assert oracle.relative_error(ours, theirs.double()) < 2e-3
+
+
+def test_rows_past_the_end_touch_nothing():
+    """Values beyond the tensors' true rows are neither read into a result nor written."""
+    case = Case(1, 65, 70, 1, 1, 64, 64)
+    wide = torch.full((3, 1, 256, 1, 64), math.nan, dtype=torch.bfloat16)
+    inputs = make_inputs(case)
+    exact = oracle.forward(*inputs.qkv)
+    outputs = direct.Outputs(exact.out.bfloat16(), exact.lse.float())
+    operands = [inputs.dout, *inputs.qkv]
+    for buffer, index in ((wide[0], 1), (wide[1], 2), (wide[2], 3)):
+        rows = operands[index].shape[1]
+        buffer[:, :rows] = operands[index]
+        operands[index] = buffer[:, :rows]
+    with settings.override(cache_dir=None, backend=None), cute_flash.emulate(ARCH, mode="late", seed=1):
+        found = direct.backward(BACKENDS[ARCH], *operands, outputs, device=imagined(ARCHES[ARCH], "emulated"))
+    for value, right in zip(found, oracle.backward(*inputs.qkv, inputs.dout), strict=True):
+        assert oracle.relative_error(value, right) < 4e-3
