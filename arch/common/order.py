@@ -19,7 +19,6 @@ class Sizes(NamedTuple):
     seqlen_k: Int32
     left: Int32 | None = None  # of a window
     right: Int32 | None = None
-    together: Int32 | None = None  # CTAs of a cluster; None: CTAs know nothing of each other
 
 
 class WorkTile(NamedTuple):
@@ -49,7 +48,7 @@ def _place(step: Int32, block: Int32, ctas: Int32) -> Int32:
     return block if step % 2 == 0 else ctas - 1 - block
 
 
-def rounds_of(units: Int32, together: int | Int32 = 1) -> Rounds:
+def rounds_of(units: Int32, together: int = 1) -> Rounds:
     """For the CTA that asks. together: neighbouring CTAs that take the same units."""
     block, ctas = cute.arch.block_idx()[0] // together, cute.arch.grid_dim()[0] // together
     whole = units // ctas

@@ -18,13 +18,13 @@ from cute_flash.spec.plan import Plan
 
 from ..common.combine import launch_combine
 from ..common.numeric import LOG2_E
-from ..common.order import Sizes
+from ..common.order import Sizes, rounds_of
 from ..common.rowstate import make_row_state
 from .epilogue import OutputRoom
-from .load import Loads, TmaSource, load_first, load_keys, load_last, prefetch, shared_tiles, tile_copy
+from .load import Loads, TmaSource, load_first, load_keys, load_last, prefetch, tile_copy
 from .memory import TICKET_SLOTS, TICKET_WORDS, ForwardLayouts, forward_layouts, forward_storage
 from .mma import make_fragments
-from .pipeline import forward_states, meet_cluster, open_forward, turn_of
+from .pipeline import forward_states, open_forward, turn_of
 from .queue import following_unit, open_tickets, publish, ticket_states
 from .schedule import WARPGROUP
 from .units import Units
@@ -84,38 +84,28 @@ class ForwardSm90:
             forward_layouts(self.tile, self.width_qk, self.width_v, self.dtype, self.walk.q_slots),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        together, load_keys_op = None, load
-        if cutlass.const_expr(self.units.shared):
-            together, load_keys_op = self.units.together(q.shape[1]), cpasync.CopyBulkTensorTileG2SMulticastOp()
 
-        def source(op, tensor, modes, layout, box, parts=1):
+        def source(op, tensor, modes, layout, box):
             view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
-            return TmaSource(*cpasync.make_tiled_tma_atom(op, view, cute.slice_(layout, (None, None, 0)), box, parts))
+            return TmaSource(*cpasync.make_tiled_tma_atom(op, view, cute.slice_(layout, (None, None, 0)), box))
 
         sources = Sources(
             q=source(load, q, [1, 3, 2, 0], layouts.q, (tile.tile_m, self.width_qk)),
-            k=source(load_keys_op, k, [1, 3, 2, 0], layouts.k, (tile.tile_n, self.width_qk), tile.cluster),
-            v=source(load_keys_op, v, [3, 1, 2, 0], layouts.v, (self.width_v, tile.tile_n), tile.cluster),
+            k=source(load, k, [1, 3, 2, 0], layouts.k, (tile.tile_n, self.width_qk)),
+            v=source(load, v, [3, 1, 2, 0], layouts.v, (self.width_v, tile.tile_n)),
             o=source(store, o, [1, 3, 2, 0], layouts.o, (64, self.width_v)) if self.walk.o_apart else None,
         )
-        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right, together)
+        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         splits = 1 if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
         scale_log2, cap_factor = scale * LOG2_E, None
         if cutlass.const_expr(self.softcap):
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
         out = None if self.walk.o_apart else o
         self.kernel(sources, (lse, o_partial, counter, out), scale_log2, cap_factor, sizes, layouts).launch(
-            grid=(self._ctas(sizes, splits), 1, 1),
+            grid=(cutlass.min(self.units.count(sizes, splits), self.max_ctas), 1, 1),
             block=(self.schedule.threads, 1, 1),
-            cluster=(together, 1, 1) if cutlass.const_expr(self.units.shared) else None,
             stream=stream,
         )
-
-    def _ctas(self, sizes: Sizes, splits: Int32) -> Int32:
-        units = self.units.count(sizes, splits)
-        if self.units.shared:
-            return cutlass.min(units, self.max_ctas // sizes.together) * sizes.together
-        return cutlass.min(units, self.max_ctas)
 
     @cute.kernel
     def kernel(
@@ -136,12 +126,11 @@ class ForwardSm90:
             storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
         )
         words = storage.tickets.get_tensor(cute.make_layout((TICKET_WORDS, TICKET_SLOTS)))
-        tickets = open_tickets(storage.ticket_barriers.data_ptr(), words, schedule.mma_warps)
+        tickets = open_tickets(storage.ticket_barriers.data_ptr(), words, schedule.mma_threads)
         s_o = None
         if cutlass.const_expr(self.walk.o_apart):
             s_o = storage.o.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
-        slots = self.walk.q_slots, tile.stages
-        pipes = open_forward(storage, layouts, slots, self.dtype, schedule, sizes.together)
+        pipes = open_forward(storage, layouts, (self.walk.q_slots, tile.stages), self.dtype, schedule)
 
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -168,8 +157,6 @@ class ForwardSm90:
             )
             room = OutputRoom(s_o, sources.o)
             self.walk.run(context, room, (lse, o_partial, out), sizes, splits)
-        if cutlass.const_expr(self.units.shared):
-            meet_cluster()
 
     @cute.jit
     def load_role(
@@ -177,12 +164,11 @@ class ForwardSm90:
     ):
         pipes, tickets = pipes
         units = self.units.count(sizes, splits)
-        rounds = self.units.rounds(sizes, splits)
+        rounds = rounds_of(units)
         group = sizes.heads_q // sizes.heads_kv
         s_q, s_k, s_v = smem
         q_box, k_box = (self.tile.tile_m, self.width_qk), (self.tile.tile_n, self.width_qk)
         v_box = (self.width_v, self.tile.tile_n)
-        of_keys = shared_tiles if self.units.shared else tile_copy
         states = forward_states(pipelines.PipelineUserType.Producer, self.walk.q_slots, self.tile.stages)
         ticket_state = ticket_states(pipelines.PipelineUserType.Producer)
         ticket, step = self.units.ticket(rounds.unit(0), sizes, splits), Int32(0)
@@ -192,9 +178,8 @@ class ForwardSm90:
             work, head_kv, tiles = unit.work, unit.work.head // group, unit.tiles
             loads = Loads(
                 tile_copy(sources.q, s_q, q_box, (work.m_block, 0), work.head, work.batch),
-                of_keys(sources.k, s_k, k_box, (None, 0), head_kv, work.batch),
-                of_keys(sources.v, s_v, v_box, (0, None), head_kv, work.batch),
-                sizes.together,
+                tile_copy(sources.k, s_k, k_box, (None, 0), head_kv, work.batch),
+                tile_copy(sources.v, s_v, v_box, (0, None), head_kv, work.batch),
             )
             states = load_first(pipes, states, loads, tiles, not self.walk.carries)
             # as late as the answer can still be there in time: who is ready first shall draw first

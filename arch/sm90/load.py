@@ -8,12 +8,11 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipelines
-from cutlass import Int16, Int32
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.blocks import KeyTiles
-from .pipeline import ForwardPipelines, rank_in_cluster
-from .schedule import CLUSTER
+from .pipeline import ForwardPipelines
 
 
 class TmaSource(NamedTuple):
@@ -29,53 +28,23 @@ class TileCopy(NamedTuple):
     target: cute.Tensor  # (box, slots)
 
 
-class SharedTiles(NamedTuple):
-    """The same before it is known which part of a tile is asked for: CTAs of a cluster load one each."""
-
-    atom: cute.CopyAtom
-    source: cute.Tensor  # (tile, tiles)
-    target: cute.Tensor  # (tile, slots)
-
-
-def shared_tiles(
-    tma: TmaSource, smem: cute.Tensor, tile: tuple[int, int], coord: tuple, head: Int32, batch: Int32
-) -> SharedTiles:
-    """Tiles of one head. `coord` keeps the mode that is walked as None."""
+def tile_copy(tma: TmaSource, smem: cute.Tensor, tile: tuple[int, int], coord: tuple, head: Int32, batch: Int32):
+    """Tiles of one head, ready for TMA. `coord` keeps the mode that is walked as None."""
     tiles = cute.local_tile(tma.tensor[None, None, head, batch], tile, coord)
-    return SharedTiles(tma.atom, cute.group_modes(tiles, 0, 2), cute.group_modes(smem, 0, 2))
+    target, source = cpasync.tma_partition(
+        tma.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+    return TileCopy(tma.atom, source, target)
 
 
-def part_copy(tiles: SharedTiles, part: Int32 | int, parts: int) -> TileCopy:
-    """Ready for TMA."""
-    target, source = cpasync.tma_partition(tiles.atom, part, cute.make_layout(parts), tiles.target, tiles.source)
-    return TileCopy(tiles.atom, source, target)
-
-
-def tile_copy(
-    tma: TmaSource, smem: cute.Tensor, tile: tuple[int, int], coord: tuple, head: Int32, batch: Int32
-) -> TileCopy:
-    return part_copy(shared_tiles(tma, smem, tile, coord, head, batch), 0, 1)
-
-
-@cute.jit
-def _fetch(
-    pipe: pipelines.PipelineTmaAsync,
-    state: pipelines.PipelineState,
-    copy: TileCopy | SharedTiles,
-    tile_index: Int32,
-    together: Int32 | None,
-):
-    """A CTA of a cluster of `together` loads its part of the tile for all of them, or all parts where it is alone."""
+def _fetch(pipe: pipelines.PipelineTmaAsync, state: pipelines.PipelineState, copy: TileCopy, tile_index: Int32):
     pipe.producer_acquire(state)
-    barrier = pipe.producer_get_barrier(state)
-    if cutlass.const_expr(together is None):
-        cute.copy(copy.atom, copy.source[None, tile_index], copy.target[None, state.index], tma_bar_ptr=barrier)
-    else:
-        first, everyone = rank_in_cluster(), Int16((1 << together) - 1)
-        for i in cutlass.range(CLUSTER // together, unroll=1):
-            part = part_copy(copy, first + i, CLUSTER)
-            source, target = part.source[None, tile_index], part.target[None, state.index]
-            cute.copy(part.atom, source, target, tma_bar_ptr=barrier, mcast_mask=everyone)
+    cute.copy(
+        copy.atom,
+        copy.source[None, tile_index],
+        copy.target[None, state.index],
+        tma_bar_ptr=pipe.producer_get_barrier(state),
+    )
 
 
 @cute.jit
@@ -89,9 +58,8 @@ class Loads(NamedTuple):
     """Of one query tile; q.source has a single tile."""
 
     q: TileCopy
-    k: TileCopy | SharedTiles
-    v: TileCopy | SharedTiles
-    together: Int32 | None  # see Sizes
+    k: TileCopy
+    v: TileCopy
 
 
 @cute.jit
@@ -104,12 +72,12 @@ def load_first(
     q_state, k_state, v_state = states
     q = loads.q
     if cutlass.const_expr(keys_first):
-        _fetch(pipes.k, k_state, loads.k, tiles.last - 1, loads.together)
+        _fetch(pipes.k, k_state, loads.k, tiles.last - 1)
     pipes.q.producer_acquire(q_state)
     cute.copy(q.atom, q.source, q.target[None, q_state.index], tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
     q_state.advance()
     if cutlass.const_expr(not keys_first):
-        _fetch(pipes.k, k_state, loads.k, tiles.last - 1, loads.together)
+        _fetch(pipes.k, k_state, loads.k, tiles.last - 1)
     k_state.advance()
     return q_state, k_state, v_state
 
@@ -119,9 +87,9 @@ def load_keys(pipes: ForwardPipelines, states: tuple, loads: Loads, first: Int32
     """K of tiles [first, last) from the last to the first, each with the V after it."""
     q_state, k_state, v_state = states
     for step in cutlass.range(last - first, unroll=1):
-        _fetch(pipes.k, k_state, loads.k, last - 1 - step, loads.together)
+        _fetch(pipes.k, k_state, loads.k, last - 1 - step)
         k_state.advance()
-        _fetch(pipes.v, v_state, loads.v, last - step, loads.together)
+        _fetch(pipes.v, v_state, loads.v, last - step)
         v_state.advance()
     return q_state, k_state, v_state
 
@@ -129,6 +97,6 @@ def load_keys(pipes: ForwardPipelines, states: tuple, loads: Loads, first: Int32
 @cute.jit
 def load_last(pipes: ForwardPipelines, states: tuple, loads: Loads, tiles: KeyTiles):
     q_state, k_state, v_state = states
-    _fetch(pipes.v, v_state, loads.v, tiles.first, loads.together)
+    _fetch(pipes.v, v_state, loads.v, tiles.first)
     v_state.advance()
     return q_state, k_state, v_state

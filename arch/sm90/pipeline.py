@@ -3,14 +3,13 @@
 edge   slots   producer -> consumers                     full arrives     empty arrives
 Q      1 or 2  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
 K, V   stages  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
-ticket 2       load warp -> MMA warps (queue.py)         one lane         one per MMA warp
+ticket 2       load warp -> MMA threads (queue.py)       32 lanes         one per MMA thread
 
 named barrier        threads                     meaning
 TURN + w             256: warpgroups w-1 and w   warpgroup w may issue its matmuls (ping-pong)
 O_STORED + w         128: warpgroup w            O of the warpgroup is in shared memory
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import cutlass
@@ -30,65 +29,32 @@ class ForwardPipelines(NamedTuple):
     v: pipelines.PipelineTmaAsync
 
 
-def _tma_pipeline(
-    barriers: cute.Pointer,
-    stages: int,
-    layout: cute.ComposedLayout,
-    dtype: type,
-    mma_warps: int,
-    together: Int32 | None = None,
-):
-    """`together`: CTAs of a cluster that share the slots. Each loads a part for all of them, and may load the next one
-    when all of them have released the slot: the first lanes of a warp tell a CTA each."""
+def _tma_pipeline(barriers: cute.Pointer, stages: int, layout: cute.ComposedLayout, dtype: type, mma_warps: int):
     slot_bytes = cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, 0)))
-    pipe = pipelines.PipelineTmaAsync.create(
+    return pipelines.PipelineTmaAsync.create(
         barrier_storage=barriers,
         num_stages=stages,
         producer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread),
-        consumer_group=pipelines.CooperativeGroup(
-            pipelines.Agent.Thread, mma_warps if together is None else mma_warps * together
-        ),
+        consumer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread, mma_warps),
         tx_count=slot_bytes,
         defer_sync=True,
     )
-    if together is None:
-        return pipe
-    lane = cute.arch.thread_idx()[0] % 32
-    return replace(pipe, consumer_mask=lane, is_signaling_thread=lane < together)
 
 
 def open_forward(
-    storage,
-    layouts: ForwardLayouts,
-    slots: tuple[int, int],
-    dtype: type,
-    schedule: Schedule,
-    together: Int32 | None,
+    storage, layouts: ForwardLayouts, slots: tuple[int, int], dtype: type, schedule: Schedule
 ) -> ForwardPipelines:
-    """`slots`: of Q; of K and of V. `together`: see Sizes."""
+    """`slots`: of Q; of K and of V."""
     q_slots, stages = slots
     warps = schedule.mma_warps
     opened = ForwardPipelines(
         q=_tma_pipeline(storage.q_barriers.data_ptr(), q_slots, layouts.q, dtype, warps),
-        k=_tma_pipeline(storage.k_barriers.data_ptr(), stages, layouts.k, dtype, warps, together),
-        v=_tma_pipeline(storage.v_barriers.data_ptr(), stages, layouts.v, dtype, warps, together),
+        k=_tma_pipeline(storage.k_barriers.data_ptr(), stages, layouts.k, dtype, warps),
+        v=_tma_pipeline(storage.v_barriers.data_ptr(), stages, layouts.v, dtype, warps),
     )
     cute.arch.mbarrier_init_fence()
-    if together is None:
-        cute.arch.sync_threads()
-    else:
-        meet_cluster()
+    cute.arch.sync_threads()
     return opened
-
-
-def meet_cluster():
-    """All threads of the CTAs that share keys: before the first of them writes to another, and after the last one."""
-    cute.arch.cluster_arrive(aligned=True)
-    cute.arch.cluster_wait()
-
-
-def rank_in_cluster() -> Int32:
-    return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
 
 def forward_states(role: pipelines.PipelineUserType, q_slots: int, stages: int) -> tuple:

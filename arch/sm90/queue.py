@@ -26,12 +26,12 @@ class TicketRing(NamedTuple):
     words: cute.Tensor  # (TICKET_WORDS, TICKET_SLOTS) Int32: live, m_block, head, batch, split, padding
 
 
-def open_tickets(barriers: cute.Pointer, words: cute.Tensor, mma_warps: int) -> TicketRing:
+def open_tickets(barriers: cute.Pointer, words: cute.Tensor, mma_threads: int) -> TicketRing:
     pipe = pipelines.PipelineAsync.create(
         barrier_storage=barriers,
         num_stages=TICKET_SLOTS,
-        producer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread),
-        consumer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread, mma_warps),
+        producer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread, 32),
+        consumer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread, mma_threads),
         defer_sync=True,
     )
     return TicketRing(pipe, words)
@@ -50,20 +50,18 @@ def publish(ring: TicketRing, state: pipelines.PipelineState, ticket: Ticket):
         words[0] = ticket.live
         words[1], words[2], words[3] = ticket.work.m_block, ticket.work.head, ticket.work.batch
         words[4] = ticket.split
-        ring.pipe.producer_commit(state)
+    ring.pipe.producer_commit(state)
     state.advance()
     return state
 
 
 @cute.jit
 def receive(ring: TicketRing, state: pipelines.PipelineState):
-    """By every MMA warp. -> (ticket, the state moved on)."""
+    """By every MMA thread. -> (ticket, the state moved on)."""
     ring.pipe.consumer_wait(state)
     words = ring.words[None, state.index]
     read = [cute.arch.make_warp_uniform(words[i]) for i in range(5)]
-    cute.arch.sync_warp()  # every lane has read
-    if cute.arch.lane_idx() == 0:
-        ring.pipe.consumer_release(state)
+    ring.pipe.consumer_release(state)
     state.advance()
     return Ticket(read[0], WorkTile(read[1], read[2], read[3]), read[4]), state
 

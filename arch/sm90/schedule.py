@@ -6,7 +6,6 @@ from cute_flash.spec.plan import Tile
 
 WARPGROUP = 128  # threads
 ROWS_PER_WARPGROUP = 64  # wgmma's M
-CLUSTER = 2  # CTAs that share keys
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,8 @@ from cutlass import Int32
 from cute_flash.spec.plan import Plan
 
 from ..common.blocks import KeyTiles, key_tiles, never_none, part_of, window_tiles
-from ..common.order import Rounds, Sizes, WorkTile, head_by_head, longest_first, rounds_of, tile_count
-from .pipeline import rank_in_cluster
+from ..common.order import Sizes, WorkTile, head_by_head, longest_first, tile_count
 from .queue import Ticket
-
-MANY_TILES = 48  # query tiles of a head from which on a CTA without rows costs less than sharing keys gains
 
 
 class Unit(NamedTuple):
@@ -30,35 +27,13 @@ class Units:
 
     def __init__(self, plan: Plan):
         self.tile, self.mask = plan.tile, plan.mask
-        self.shared = plan.tile.cluster > 1
         self.key_bytes = 2 * (plan.head_dim + plan.head_dim_v)  # of a row of K and one of V
 
-    @cute.jit
-    def together(self, seqlen_q: Int32) -> Int32:
-        """CTAs of a cluster. With an odd number of query tiles the last cluster of a head has a CTA without rows."""
-        m_blocks = cute.ceil_div(seqlen_q, self.tile.tile_m)
-        return Int32(self.tile.cluster) if m_blocks % self.tile.cluster == 0 or m_blocks >= MANY_TILES else Int32(1)
-
     def count(self, sizes: Sizes, splits: Int32) -> Int32:
-        """Of a launch; where CTAs share keys, a unit is a cluster's."""
-        if self.shared:
-            return self._blocks(sizes) * sizes.heads_q * sizes.batch
         return splits * tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
-
-    def rounds(self, sizes: Sizes, splits: Int32) -> Rounds:
-        return rounds_of(self.count(sizes, splits), sizes.together if self.shared else 1)
-
-    def _blocks(self, sizes: Sizes) -> Int32:
-        """Neighbouring query tiles of a head that are taken together."""
-        m_blocks = cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
-        return (m_blocks + sizes.together - 1) // sizes.together
 
     @cute.jit
     def ticket(self, index: Int32, sizes: Sizes, splits: Int32) -> Ticket:
-        if cutlass.const_expr(self.shared):
-            work = head_by_head(index, self._blocks(sizes), sizes.heads_q)
-            m_block = work.m_block * sizes.together + rank_in_cluster()
-            return Ticket(Int32(index < self.count(sizes, splits)), WorkTile(m_block, work.head, work.batch), Int32(0))
         m_blocks, group = cute.ceil_div(sizes.seqlen_q, self.tile.tile_m), sizes.heads_q // sizes.heads_kv
         if cutlass.const_expr(self.mask.causal and not self.mask.windowed):
             keys = cutlass.min(sizes.seqlen_k, 1 << 20)  # beyond any L2, and the product stays within 32 bits

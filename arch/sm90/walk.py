@@ -83,12 +83,12 @@ class Walk:
                 if ticket.live != 0:
                     states = self.cross(context, states, following)
                 else:
-                    self.leave(context, states)
+                    states = self.leave(context, states)
                 self.hand_out(context, room, results, unit)
             elif ticket.live != 0:
                 states = self.step_over(context, states, (unit, following), room, results)
             else:
-                self.leave(context, states)
+                states = self.leave(context, states)
                 self.hand_out(context, room, results, unit)
             unit, live = following, ticket.live
         if cutlass.const_expr(self.o_apart):
@@ -162,14 +162,17 @@ class Walk:
 
     @cute.jit
     def leave(self, context: MmaContext, states: tuple):
-        """The last P V of the last unit, with nothing else in flight. Nobody waits for its slot of V."""
-        _, _, v_state = states
+        """The last P V of a unit, with nothing else in flight."""
+        q_state, k_state, v_state = states
         if cutlass.const_expr(self.tile.late):
             self.rescale(context.frags, context)
         wait_full(context.pipes.v, v_state)
         issue_output(self.mmas, context.frags, v_state.index)
         warpgroup.wait_group(0)
+        context.pipes.v.consumer_release(v_state)
+        v_state.advance()
         settle(context.state, context.done)
+        return q_state, k_state, v_state
 
     @cute.jit
     def cross(self, context: MmaContext, states: tuple, following: Unit):
@@ -180,13 +183,14 @@ class Walk:
         q_state.advance()
         wait_full(pipes.q, q_state)
         self.issue_both(context, (q_state, k_state, v_state))
+        k_read = k_state.clone()
+        k_state.advance()
         settle(context.state, context.done)
         reset(context.state)
         witnesses = self.probabilities(context, following.row_start, following.tiles.last - 1, True)
-        self.release_k_after(pipes, k_state, witnesses)
+        self.release_k_after(pipes, k_read, witnesses)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
-        k_state.advance()
         v_state.advance()
         pack_fragment(frags.s, frags.p_packed, self.dtype)
         return q_state, k_state, v_state
@@ -195,13 +199,11 @@ class Walk:
     def release_k_after(self, pipes: ForwardPipelines, k_state, witnesses: list):
         """Not before the witnesses are there, which they are for certain: an arrival and the wait for P V stay in
         order, so that ptxas leaves so much of the softmax before the wait, under P V."""
-        pipe = pipes.k
         if cutlass.const_expr(self.tile.ahead > 0):
-            there = pipe.is_signaling_thread
+            there = pipes.k.is_signaling_thread
             for witness in witnesses:
                 there = there & is_result(witness)
-            pipe = replace(pipe, is_signaling_thread=there)
-        pipe.consumer_release(k_state)
+            replace(pipes.k, is_signaling_thread=there).consumer_release(k_state)
 
     def release_q_after(self, pipes: ForwardPipelines, q_state, place: tuple):
         """With one slot the next Q is wanted at once: after the last scores of a unit, not after their softmax."""
@@ -284,6 +286,8 @@ class Walk:
         issue_output(self.mmas, frags, v_state.index)
         pass_turn(context.turn, self.schedule)
         warpgroup.wait_group(1)
+        if cutlass.const_expr(self.tile.ahead == 0):
+            pipes.k.consumer_release(k_state)
 
     @cute.jit
     def rescale(self, frags: Fragments, context: MmaContext):
