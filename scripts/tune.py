@@ -32,7 +32,7 @@ from perf.bench import reason
 from perf.series import Inputs, interleave, quantile
 
 AXES = ("tile_m", "tile_n", "stages", "warps")  # of a Tile, tried by default
-SCHEDULE = ("q_slots", "o_direct", "votes", "late", "ahead")  # of a Tile too, where they are named
+SCHEDULE = ("votes", "late", "ahead")  # of a Tile too, where they are named
 GRIDS = {  # backend -> values tried of (tile_m, tile_n, stages, warps)
     "triton": ((64, 128), (32, 64, 128), (1, 2, 3, 4), (4, 8)),
     "sm90": ((128, 192), (64, 80, 96, 112, 128, 144, 160, 176), (2, 3), (0,)),

@@ -13,14 +13,15 @@ WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every t
 # heads = 2048 // head_dim, kernel time by graph replay, cards throttling: compare within a line only.
 # Entries of a line may differ in the order of waits too, which is worth 2%.
 #
-# votes: perf/results/hopper_tiles.csv, S=512 1024 4096 16384, in percent:
-# d=64 -1.8 -1.0 +1.0 +2.2; d=96 +0.8 -0.2 +0.9 +2.9; d=256 +0.8 +0.6 +1.8 +3.6; d=256 causal -1.4 -0.7 +1.1 +2.3.
-# It loses elsewhere: d=128 -1.7 -0.7 -0.1 +1.5, causal -1.7 -2.3 -3.8 -1.5; d=64 causal 0 +0.7 +1.3 +3.5 but -0.7 to
-# +0.9 in two other runs.
-# late: S=512 1024 2048 4096 16384, in percent: (192,128) 0 +0.5 +1.4
-# +2.0 +2.9, causal 0 +0.2 +0.7 +1.2 +2.1; d=96 0 -0.4 0 +0.3 +1.6, causal +0.3 +0.7 +1.0 +1.2 +1.4; d=128 -0.2 +0.2
-# +0.6 +0.7 +1.0, causal -0.3 -0.4 -0.2 +0.1 -5.6; window of 1024 +0.9. It loses at d=64 causal (0.4 to 2.2) and d=256
-# (up to 2.3).
+# votes, in percent: S=512 1024 4096 16384 (perf/results/hopper_tiles.csv): d=64 -1.8 -1.0 +1.0 +2.2; d=96 +0.8 -0.2
+# +0.9 +2.9; d=256 +0.8 +0.6 +1.8 +3.6, causal -1.4 -0.7 +1.1 +2.3. It loses at d=64 causal and d=96 causal.
+# late: S=512 1024 2048 4096 16384 (perf/results/hopper_schedules.csv, process 3): (192,128) 0 +0.5 +1.4 +2.0 +2.9,
+# causal 0 +0.2 +0.7 +1.2 +2.1; d=96 0 -0.4 0 +0.3 +1.6, causal +0.3 +0.7 +1.0 +1.2 +1.4; d=128 window of 1024 +0.9. It
+# loses at d=64 causal (0.4 to 2.2) and d=256 (up to 2.3).
+# votes and late (process 6): d=128 -0.2 to +0.6 +0.5 +1.1 +2.3 +3.4; (192,128) over late alone S=512 1024 4096 +1.5
+# +1.8 +2.7, causal 4096 +1.2.
+# ahead (process 6): all of the softmax before the wait for P V loses 3 to 8% everywhere, half of it 1 to 3% at d=64
+# and 96. With votes and late it gains at d=128 causal 4096 +2.5, 16384 +2.8 (1024 +0.4), at d=192 full 2048 +1.9.
 FORWARD = {
     # S=16384: 537, against 493 for 192x112, 391 for 128x128
     (64, 64, "full"): Tile(192, 128, stages=2, votes=True),
@@ -30,16 +31,16 @@ FORWARD = {
     (96, 96, "full"): Tile(192, 112, stages=2, votes=True, late=True),
     # S=4096: 560, against 519 for 128x128, 545 for 192x112; S=16384: 611, against 560 and 613
     (96, 96, "causal"): Tile(192, 96, stages=2, late=True),
-    # S=16384: 652, against 644 for 128x176, 640 for 128x160; S=1024: 545 against 521 and 502
-    (128, 128, "full"): Tile(128, 128, stages=2, late=True),
-    # S=16384: 651, against 639 for 128x176, 652 for 128x160; S=1024: 389 against 349 and 358
-    (128, 128, "causal"): Tile(128, 128, stages=2),
+    # S=16384: 688, against 692 for 128x176, 665 without votes; S=4096: 665, 650, 650; S=1024: 607, 552 (process 5), 604
+    (128, 128, "full"): Tile(128, 128, stages=2, votes=True, late=True),
+    # S=16384: 678, against 684 for 128x176, 660 for nothing of votes, late, ahead; S=4096: 579, 566 (process 5), 574
+    (128, 128, "causal"): Tile(128, 128, stages=2, votes=True, late=True, ahead=16),
     # S=16384: 761, against 685 for 128x112
-    (192, 128, "full"): Tile(128, 128, stages=2, late=True),
+    (192, 128, "full"): Tile(128, 128, stages=2, votes=True, late=True),
     # S=16384: 703, against 709 for 128x112; S=1024: 375 against 358
-    (192, 128, "causal"): Tile(128, 128, stages=2, late=True),
-    # S=16384: 724, against 704 for 128x96
-    (192, 192, "full"): Tile(128, 112, stages=2),
+    (192, 128, "causal"): Tile(128, 128, stages=2, votes=True, late=True),
+    # S=16384: 724, against 704 for 128x96; S=4096: 697 (695 without ahead), against 666 for 128x80
+    (192, 192, "full"): Tile(128, 112, stages=2, ahead=14),
     # S=16384: 792, against 745 for 128x96
     (192, 192, "causal"): Tile(128, 112, stages=2),
     # S=16384: 707, against 662 for 128x64
@@ -57,6 +58,8 @@ SHORT = {
     (96, 96, "full"): Tile(128, 128, stages=2, late=True),
     # S=512: 307, against 245 for 192x96; S=1024: 412 against 336 (S=2048: 522 against 525)
     (96, 96, "causal"): Tile(128, 128, stages=2, late=True),
+    # S=1024: 475, against 468 for the row of longer ones
+    (128, 128, "causal"): Tile(128, 128, stages=2),
     # S=512: 352, against 329 for 128x128, 320 for 128x96; S=1024: 476, 466, 462 (S=2048: 580, 606, 599)
     (192, 128, "causal"): Tile(128, 64, stages=2, late=True),
     # S=512: 518, against 506 for 128x112, 522 for 128x64; S=1024: 655, 611, 631 (S=2048: 725, 715, 704)
@@ -82,17 +85,15 @@ def forward_smem_bytes(tile: Tile, width_qk: int, width_v: int, o_apart: bool = 
     return 1024 + 2 * elements
 
 
-def o_apart(tile: Tile, width_qk: int, width_v: int) -> bool:
-    """O leaves through shared memory where it fits beside Q and the row does not say otherwise, else from registers."""
-    return not tile.o_direct and forward_smem_bytes(tile, width_qk, width_v, o_apart=True) <= SMEM_LIMIT
-
-
 def q_slots(tile: Tile, width_qk: int, width_v: int) -> int:
-    """What the row says, else two where they fit beside O in its own room."""
-    if tile.q_slots:
-        return tile.q_slots
+    """Two where they fit beside O in its own room."""
     both = forward_smem_bytes(tile, width_qk, width_v, o_apart=True) + 2 * tile.tile_m * width_qk
     return 2 if both <= SMEM_LIMIT else 1
+
+
+def o_apart(tile: Tile, width_qk: int, width_v: int) -> bool:
+    """O leaves through shared memory where it fits beside Q, else from registers."""
+    return forward_smem_bytes(tile, width_qk, width_v, o_apart=True) <= SMEM_LIMIT
 
 
 def forward_registers(tile: Tile, width_v: int) -> int:

@@ -11,16 +11,12 @@ class Tile:
     tile_n: int  # keys of one step
     stages: int = 2  # K/V ring slots (Triton: num_stages)
     warps: int = 0  # MMA warps; 0 = follows from tile_m
-    q_slots: int = 0  # query tiles in shared memory; 0 = as many as fit, two at most
-    o_direct: bool = False  # O leaves from registers though shared memory has room for it
     votes: bool = False  # a warp votes whether O needs rescaling at all
     late: bool = False  # O is rescaled under the next scores, not at once
-    ahead: int = 0  # exponentials of a row that wait for nothing but their scores; 0: as the compiler likes
+    ahead: int = 0  # exponentials of a row before the wait for P V, at least; 0: as the compiler likes
 
     def __str__(self) -> str:
         words = [f"{self.tile_m}x{self.tile_n} stages={self.stages}"]
-        words += [f"q={self.q_slots}"] if self.q_slots else []
-        words += ["direct"] if self.o_direct else []
         words += [name for name in ("votes", "late") if getattr(self, name)]
         words += [f"ahead={self.ahead}"] if self.ahead else []
         return " ".join(words)
