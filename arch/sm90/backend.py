@@ -55,7 +55,7 @@ class Sm90Backend:
             ctas=problem.device.sm_count,
             draws=False,
             tile=tile,
-            variant=tiles.backward_variant(*dims),
+            variant=tiles.backward_variant(*dims, str(mask), tile),
         )
 
     def split(self, plan: Plan) -> Plan | None:

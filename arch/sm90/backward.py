@@ -1,8 +1,10 @@
-"""Backward on Hopper: a CTA owns a tile of keys, walks the query tiles that see it, and keeps dK and dV in registers.
+"""Backward on Hopper: a CTA takes tiles of keys, walks the query tiles that see each, and keeps dK and dV in registers.
 
 FlashAttention-2 (arXiv 2307.08691), algorithm 2, with FlashAttention-3's (arXiv 2407.08608) division of labour: a warp
 feeds Q and dO by TMA, MMA warpgroups recompute P, and another warp adds each tile of dQ to global memory. The query
-heads of a group are walked by one CTA, so dK and dV need no addition in memory.
+heads of a group are walked by one CTA, so dK and dV need no addition in memory. CTAs stay: the feeding warp draws the
+next unit, a tile of keys of a head, when the last loads of one are on their way, and dK and dV leave from registers, so
+that the next K, V, Q and dO arrive meanwhile. A CTA for each would pay 9500 cycles between its start and its end.
 """
 
 from typing import NamedTuple
@@ -249,28 +251,27 @@ class BackwardSm90(PlainEntry):
     def through(self, context: MmaContext, states: tuple, unit: Unit):
         """One unit. -> the states moved on"""
         pipes, acc = context.pipes, context.acc
-        k_state, v_state, q_state, do_state = states
+        kv_state, q_state, do_state = states
         acc.dk.fill(0.0)
         acc.dv.fill(0.0)
         tiles, key_start = unit.tiles, unit.key_block * self.tile.tile_n
-        wait_full(pipes.k, k_state)
-        wait_full(pipes.v, v_state)
+        wait_full(pipes.k, kv_state)
+        wait_full(pipes.v, kv_state)
         at, left = tiles.first, tiles.count * unit.group
         if left == 0:
-            pipes.k.consumer_release(k_state)
-            pipes.v.consumer_release(v_state)
+            pipes.k.consumer_release(kv_state)
+            pipes.v.consumer_release(kv_state)
         for _ in cutlass.range(left, unroll=1):
             masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
             left -= 1
-            self.step(context, (k_state, v_state, q_state, do_state), (at, key_start), masked, left == 0)
+            self.step(context, (kv_state, q_state, do_state), (at, key_start), masked, left == 0)
             q_state.advance()
             do_state.advance()
             at += 1
             if at == tiles.last:
                 at = tiles.first
-        k_state.advance()
-        v_state.advance()
-        return k_state, v_state, q_state, do_state
+        kv_state.advance()
+        return kv_state, q_state, do_state
 
     @cute.jit
     def step(self, context: MmaContext, states: tuple, turn: tuple, masked, last):
@@ -280,7 +281,7 @@ class BackwardSm90(PlainEntry):
         the way of dS in the warp's order while the tensor cores work for another warpgroup.
         """
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
-        k_state, v_state, q_state, do_state = states
+        kv_state, q_state, do_state = states
         wait_full(pipes.q, q_state)
         q, do = ops.q[None, None, None, q_state.index], ops.do[None, None, None, do_state.index]
         issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], q, False)
@@ -298,7 +299,7 @@ class BackwardSm90(PlainEntry):
             probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.kind)
         warpgroup.wait_group(0)
         if last:
-            pipes.v.consumer_release(v_state)
+            pipes.v.consumer_release(kv_state)
         score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
         ds_slot = q_state.index
         self.store_ds(acc, context.s_ds[None, None, ds_slot], thread)
@@ -319,7 +320,7 @@ class BackwardSm90(PlainEntry):
                 warpgroup.wait_group(0)
             pipes.do.consumer_release(do_state)
             if last:
-                pipes.k.consumer_release(k_state)
+                pipes.k.consumer_release(kv_state)
             issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
         else:
             cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
@@ -329,7 +330,7 @@ class BackwardSm90(PlainEntry):
             issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
             warpgroup.wait_group(1)
             if last:
-                pipes.k.consumer_release(k_state)
+                pipes.k.consumer_release(kv_state)
             hand_over_dq(acc.dq, context.s_dq, cute.arch.make_warp_uniform(thread // WARPGROUP), thread)
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)

@@ -1,4 +1,4 @@
-"""dK and dV of wide heads on Hopper, in a kernel of their own: a CTA owns 64 keys, walks the query tiles that see them.
+"""dK and dV of wide heads on Hopper, in a kernel of their own: a CTA takes 64 keys at a time, walks their query tiles.
 
 The accumulators of dQ find no room beside dK and dV here, and every 64 keys would add a tile of dQ to memory: S and dP
 are computed once more instead (dq.py). So nothing is added in memory, and the result is bitwise repeatable.
@@ -156,12 +156,12 @@ class KeyGradientsSm90(BackwardSm90):
         One tile after the other: dK and dV of a tile, issued behind the next one's scores, hold up its softmax.
         """
         pipes = context.pipes
-        k_state, v_state, q_state, do_state = states
+        kv_state, q_state, do_state = states
         self.issue_scores(context, q_state, do_state)
         self.form_weights(context, q_state, turn, masked)
         if last:
-            pipes.k.consumer_release(k_state)
-            pipes.v.consumer_release(v_state)
+            pipes.k.consumer_release(kv_state)
+            pipes.v.consumer_release(kv_state)
         self.issue_gradients(context, q_state, do_state, q_state.index)
         warpgroup.wait_group(1)
         pipes.q.consumer_release(q_state)

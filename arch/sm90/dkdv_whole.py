@@ -145,14 +145,14 @@ class WholeKeyGradientsSm90(BackwardSm90):
     def step(self, context: MmaContext, states: tuple, turn: tuple, masked, last):
         """One query tile. `turn`: (tile, first key); after the `last` one K and V are given back."""
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
-        k_state, v_state, q_state, do_state = states
+        kv_state, q_state, do_state = states
         wait_full(pipes.q, q_state)
         issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], ops.q[None, None, None, q_state.index], False)
         wait_full(pipes.do, do_state)
         self.issue_dp(ops, acc, do_state, 0)
         warpgroup.wait_group(1)
         if last:
-            pipes.k.consumer_release(k_state)
+            pipes.k.consumer_release(kv_state)
         if masked:
             at, key_start = turn
             place = (at * self.tile.tile_m, key_start)
@@ -168,7 +168,7 @@ class WholeKeyGradientsSm90(BackwardSm90):
             if cutlass.const_expr(part + 1 < self.mmas.dp_parts):
                 self.issue_dp(ops, acc, do_state, part + 1)
         if last:
-            pipes.v.consumer_release(v_state)
+            pipes.v.consumer_release(kv_state)
         do_columns = ops.do_columns[None, None, None, do_state.index]
         issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
         q_columns = ops.q_columns[None, None, None, q_state.index]

@@ -162,20 +162,17 @@ def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 WHOLE_WIDTHS = 320  # of dK and dV together at most where a warpgroup holds all columns of 64 keys
 
 
-def whole_keys(width_qk: int, width_v: int) -> bool:
-    """Apart: does a CTA own 128 keys (dkdv_whole.py), or 64 (dkdv.py)?"""
-    return width_qk + width_v <= WHOLE_WIDTHS
-
-
 def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
-    """Rows measured: perf/results/hopper_backward_variants.csv, d=64 causal S=4096 469 against 392 for 64 rows.
+    """Rows measured: perf/results/hopper_backward_variants.csv, d=64 causal S=4096 488 against 404 for 64 rows.
 
     Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
     and dV, tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240
-    registers (with a softcap or a window it spills a few words), else 64. Apart, 64 keys and 64 rows (dQ: DQ_TILE)."""
+    registers (with a softcap or a window it spills a few words), else 64. Apart, 64 rows (dQ: DQ_TILE) and 128 keys
+    where dK and dV of 64 fit a warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more), else
+    64 (dkdv.py)."""
     width_qk, width_v = backward_widths(head_dim, head_dim_v)
     if not fused_backward(head_dim, head_dim_v):
-        return Tile(64, 128 if whole_keys(width_qk, width_v) else 64, stages=2)
+        return Tile(64, 128 if width_qk + width_v <= WHOLE_WIDTHS and plain else 64, stages=2)
     return Tile(128 if width_qk + width_v <= 128 and plain else 64, 128, stages=2)
 
 
@@ -190,8 +187,19 @@ def dq_width(width_qk: int, tile: Tile, variant: str) -> int:
 DQ_TILE = Tile(128, 64, stages=2)
 
 
-def backward_variant(head_dim: int, head_dim_v: int) -> str:
-    return "" if fused_backward(head_dim, head_dim_v) else APART
+# Where tiles have 64 rows: does one MMA warpgroup make all of a tile's dQ, and the other that of the next tile? NVIDIA
+# H200, 2026-11-30, half of the columns each / in turn, S=4096: d=128 full 556 566, causal 515 513 (S=1024: 454 455,
+# 363 357); d=96 causal 456 495, because halves of 48 columns are none that wgmma reads, and K and dQ are 128 wide
+# instead (perf/results/hopper_backward_variants.csv, run 4).
+ALTERNATING = {(128, 128, "full")}
+
+
+def backward_variant(head_dim: int, head_dim_v: int, mask: str, tile: Tile) -> str:
+    if not fused_backward(head_dim, head_dim_v):
+        return APART
+    widths = width(head_dim), width(head_dim_v)
+    gains = widths[0] % 64 != 0 or (*widths, mask) in ALTERNATING
+    return ALTERNATE if tile.tile_m == 64 and gains else ""
 
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:

@@ -6,7 +6,7 @@ sQ      (tile_m, width_qk, stages)     ring
 sdO     (tile_m, width_v, stages)      ring
 sRows   (tile_m, 2, stages)            float32: LSE in base 2 and delta of the rows of sQ, a ring with it
 sdS     (tile_m, tile_n, DS_SLOTS)     queries contiguous, as the wgmma that makes dS^T leaves them
-sdQ     (64 * columns, warpgroups)     float32, in the order of the registers: see dq_chunks
+sdQ     (64 * columns, parts)          float32, in the order of the registers: see dq_chunks
 sZeros  (ZEROS,)                       float32
 
 Every operand lies once and is read both ways: K is the A operand (keys x width) of S^T = K Q^T, and the B operand
