@@ -69,7 +69,6 @@ EXCEPTIONS: dict[str, str] = {
     "parameters arch/triton/cache.py forward": "the contract's operands",
     "parameters arch/triton/backward.py attention_backward_dq": "an integer in a tuple would be compiled in",
     "parameters arch/triton/backward.py attention_backward_dkdv": "an integer in a tuple would be compiled in",
-    "parameters arch/sm90/forward.py __call__": "the contract's operands, the counter among them",
     "parameters arch/triton/backward.py backward": "the contract's ten operands and the Plan",
     "parameters cute_flash/integrations/flash_attn.py flash_attn_func": "FlashAttention's own",
 }
