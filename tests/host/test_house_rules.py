@@ -72,6 +72,8 @@ EXCEPTIONS: dict[str, str] = {
     "parameters arch/sm90/forward.py __call__": "the contract's operands, the counter among them",
     "parameters arch/triton/backward.py backward": "the contract's ten operands and the Plan",
     "parameters cute_flash/integrations/flash_attn.py flash_attn_func": "FlashAttention's own",
+    "parameters cute_flash/integrations/flash_attn.py flash_attn_varlen_func": "FlashAttention's own",
+    "parameters cute_flash/integrations/flash_attn.py flash_attn_with_kvcache": "FlashAttention's own",
 }
 
 
