@@ -21,7 +21,7 @@ from ..common.numeric import LOG2_E
 from ..common.order import Sizes, rounds_of
 from ..common.rowstate import make_row_state
 from .epilogue import OutputRoom
-from .load import Loads, TmaSource, load_first, load_keys, load_last, tile_copy
+from .load import Loads, TmaSource, load_first, load_keys, load_last, prefetch, tile_copy
 from .memory import TICKET_SLOTS, TICKET_WORDS, ForwardLayouts, forward_layouts, forward_storage
 from .mma import make_fragments
 from .pipeline import forward_states, open_forward, turn_of
@@ -181,12 +181,16 @@ class ForwardSm90:
                 tile_copy(sources.k, s_k, k_box, (None, 0), head_kv, work.batch),
                 tile_copy(sources.v, s_v, v_box, (0, None), head_kv, work.batch),
             )
-            states = load_first(pipes, states, loads, tiles)
+            states = load_first(pipes, states, loads, tiles, not self.walk.carries)
             # as late as the answer can still be there in time: who is ready first shall draw first
             late = cutlass.min(tiles.first + DRAW_LEAD, tiles.last - 1)
             states = load_keys(pipes, states, loads, late, tiles.last - 1)
             ticket = self.units.ticket(following_unit(rounds, step, units, counter), sizes, splits)
             ticket_state = publish(tickets, ticket_state, ticket)
+            if cutlass.const_expr(not self.walk.carries):
+                following = ticket.work
+                if ticket.live != 0:  # one slot is filled between two tiles: from L2, not from further away
+                    prefetch(tile_copy(sources.q, s_q, q_box, (following.m_block, 0), following.head, following.batch))
             states = load_keys(pipes, states, loads, tiles.first, late)
             states = load_last(pipes, states, loads, tiles)
             step += 1

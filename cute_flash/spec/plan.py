@@ -12,9 +12,15 @@ class Tile:
     tile_n: int  # keys of one step
     stages: int = 2  # K/V ring slots (Triton: num_stages)
     warps: int = 0  # MMA warps; 0 = follows from tile_m
+    votes: bool = False  # a warp votes whether O needs rescaling at all
+    late: bool = False  # O is rescaled under the next scores, not at once
+    ahead: int = 0  # exponentials of a row before the wait for P V, at least; 0: as the compiler likes
 
     def __str__(self) -> str:
-        return f"{self.tile_m}x{self.tile_n} stages={self.stages}"
+        words = [f"{self.tile_m}x{self.tile_n} stages={self.stages}"]
+        words += [name for name in ("votes", "late") if getattr(self, name)]
+        words += [f"ahead={self.ahead}"] if self.ahead else []
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
