@@ -71,6 +71,8 @@ EXCEPTIONS: dict[str, str] = {
     "parameters arch/triton/backward.py attention_backward_dkdv": "an integer in a tuple would be compiled in",
     "parameters arch/triton/backward.py backward": "the contract's ten operands and the Plan",
     "parameters cute_flash/integrations/flash_attn.py flash_attn_func": "FlashAttention's own",
+    "parameters cute_flash/integrations/flash_attn.py flash_attn_varlen_func": "FlashAttention's own",
+    "parameters cute_flash/integrations/flash_attn.py flash_attn_with_kvcache": "FlashAttention's own",
 }
 
 
