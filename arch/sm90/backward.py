@@ -20,24 +20,19 @@ from cute_flash.spec.plan import Plan
 
 from ..common import delta
 from ..common.entry import BoundedEntry, PlainEntry
-from ..common.keyunits import Unit, first_key_tile, ticket_of, unit_count, unit_from, unit_of
+from ..common.keyunits import Unit, ahead_of, first_key_tile, ticket_of, unit_count, unit_from, unit_of
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .epilogue import store_direct
-from .grad import convert
+from .grad import convert, zeros
 from .grad.epilogue import add_dq, hand_over_dq
 from .grad.load import Feed, feed_unit, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
-from .grad.memory import (
-    BackwardLayouts,
-    TmaSource,
-    backward_layouts,
-    backward_storage,
-)
+from .grad.memory import ZEROS, BackwardLayouts, TmaSource, backward_layouts, backward_storage
 from .grad.mma import Accumulators, BackwardMmas, Operands, as_operand, issue, make_accumulators, make_operands
 from .grad.pipeline import DS_STORED, BackwardPipelines, backward_states, open_backward
 from .grad.queue import announce, draw, open_units, receive, unit_states
-from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, backward_schedule
+from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, ZERO_WARP, backward_schedule
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
@@ -109,18 +104,21 @@ class BackwardSm90(PlainEntry):
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
         parts = self.mmas.dq_parts if self.deterministic else 0
-        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, counters=1)
-        delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v).launch(
+        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=True)
+        units, ahead = unit_count(sizes, tile), ahead_of(sizes, tile, widths[:2], self.mask)
+        delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, ahead).launch(
             grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
         )
         factors = (scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
-        self.kernel(sources, (scratch, dk, dv), scale, factors, sizes, layouts).launch(
-            grid=(cutlass.min(unit_count(sizes, tile), self.max_ctas), 1, 1),
+        zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, units)
+        self.kernel(sources, (zeroing, dk, dv), scale, factors, sizes, layouts).launch(
+            grid=(cutlass.min(units, self.max_ctas), 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
         shape = (tile.tile_m, self.mmas.dq_columns)
         convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
@@ -131,14 +129,15 @@ class BackwardSm90(PlainEntry):
     def kernel(
         self,
         sources: Sources,
-        results: tuple,  # (scratch, dk, dv)
+        results: tuple,  # (zeroing, dk, dv)
         scale: Float32,
         factors: tuple,
         sizes: Sizes,
         layouts: BackwardLayouts,
     ):
         tile, schedule = self.tile, self.schedule
-        scratch, dk, dv = results
+        zeroing, dk, dv = results
+        scratch = zeroing.scratch
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         prefetch_descriptors(warp_index, (sources.k, sources.q, sources.v, sources.do))
@@ -152,17 +151,20 @@ class BackwardSm90(PlainEntry):
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
         parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, self.mmas.dq_parts)
         s_dq = storage.dq.get_tensor(cute.make_layout(parts))
-        receivers = schedule.mma_warps + self.mmas.dq_parts
+        receivers = schedule.mma_warps + self.mmas.dq_parts + 1
         ring = open_units(storage.unit_barriers.data_ptr(), storage.units.data_ptr(), receivers)
         units = ring, sizes.heads_q // sizes.heads_kv
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
+            cute.arch.griddepcontrol_wait()
             if warp_index == LOAD_WARP:
                 self.load_role(pipes, units, (sources, scratch), (s_k, s_v, s_q, s_do, s_rows), sizes)
             elif warp_index < FIRST_ADD_WARP + self.mmas.dq_parts:
-                self.add_role(s_dq, scratch, units, warp_index - FIRST_ADD_WARP, sizes)
+                self.add_role(s_dq, zeroing, units, warp_index - FIRST_ADD_WARP, sizes)
+            elif warp_index == ZERO_WARP:
+                zeros.zero_role(zeroing, storage.zeros.get_tensor(cute.make_layout(ZEROS)), ring)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             context = MmaContext(
@@ -190,7 +192,7 @@ class BackwardSm90(PlainEntry):
         index = cute.arch.block_idx()[0]
         while index < count:
             unit = unit_of(index, sizes, tile, widths, self.mask)
-            ticket_state = announce(ring, ticket_state, ticket_of(Int32(1), unit))
+            ticket_state = announce(ring, ticket_state, ticket_of(index + 1, unit))
             feed = Feed(
                 k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_dq), unit.batch),
                 v=tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), unit.batch),
@@ -204,12 +206,14 @@ class BackwardSm90(PlainEntry):
         announce(ring, ticket_state, (Int32(0),))
 
     @cute.jit
-    def add_role(self, s_dq: cute.Tensor, scratch: delta.Scratch, units: tuple, group: Int32, sizes: Sizes):
+    def add_role(self, s_dq: cute.Tensor, zeroing: zeros.Zeroing, units: tuple, group: Int32, sizes: Sizes):
+        scratch = zeroing.scratch
         ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
         ring, group_size = units
         ticket, ticket_state = receive(ring, ticket_state)
         while ticket[0] != 0:
             unit = unit_from(ticket, group_size)
+            zeros.wait_zeroed(zeroing, unit)
             for member in cutlass.range(unit.group, unroll=1):
                 for step in cutlass.range(unit.tiles.count, unroll=1):
                     at, head = unit.tiles.first + step, unit.head_first + member

@@ -7,6 +7,7 @@ sdO     (tile_m, width_v, stages)      ring
 sRows   (tile_m, 2, stages)            float32: LSE in base 2 and delta of the rows of sQ, a ring with it
 sdS     (tile_m, tile_n, DS_SLOTS)     queries contiguous, as the wgmma that makes dS^T leaves them
 sdQ     (64 * columns, parts)          float32, in the order of the registers: see dq_chunks
+sZeros  (ZEROS,)                       float32
 
 Every operand lies once and is read both ways: K is the A operand (keys x width) of S^T = K Q^T, and the B operand
 (width x keys) of dQ = dS K; likewise Q and dO.
@@ -26,6 +27,7 @@ from ..memory import SWIZZLE_ALIGN
 from ..schedule import WARPGROUP
 
 TICKET_SLOTS, TICKET_WORDS = 2, 8  # of the ring in which a CTA's next unit is announced: see queue.py
+ZEROS = 2048  # floats: 8 kB, stored again and again over the sums of later units, see zeros.py
 DS_SLOTS = 2  # a warpgroup may store its next dS while another still multiplies the last one
 
 
@@ -86,6 +88,7 @@ def backward_storage(layouts: BackwardLayouts, tile: Tile, width_dq: int, dtype:
         do: room(layouts.do)
         ds: room(layouts.ds)
         dq: floats(tile.tile_m * width_dq)
+        zeros: floats(ZEROS)
         rows: floats(2 * tile.tile_m * tile.stages)
 
     return Storage
