@@ -22,9 +22,17 @@ class Unit(NamedTuple):
 
 
 @cute.jit
-def unit_of(sizes: Sizes, tile: cutlass.Constexpr, widths: cutlass.Constexpr, mask: cutlass.Constexpr) -> Unit:
-    """Of the CTA that asks. `widths`: (width_qk, width_v)."""
-    index, _, _ = cute.arch.block_idx()
+def unit_of(
+    sizes: Sizes,
+    tile: cutlass.Constexpr,
+    widths: cutlass.Constexpr,
+    mask: cutlass.Constexpr,
+    together: cutlass.Constexpr[int] = 1,
+) -> Unit:
+    """Of the CTA that asks. `widths`: (width_qk, width_v); together: neighbouring CTAs that share a tile."""
+    index = cute.arch.block_idx()[0]
+    if cutlass.const_expr(together > 1):
+        index = index // together
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     group = sizes.heads_q // sizes.heads_kv
     if cutlass.const_expr(mask.causal and not mask.left):
