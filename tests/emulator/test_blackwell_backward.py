@@ -23,7 +23,7 @@ from .test_hopper_backward import BACKENDS, EVERY_DAY, SCHEDULES, Cell, cell, ch
 ARCH = "sm_100a"
 
 # Tiles of 128 keys, and of 128 queries up to head dim 128: dQ has columns of its own up to (64, 128), else it lies over
-# dP^T; dO has two slots but for (128, 128) and (128, 96). At 128 pairs of CTAs where the key tiles are even or many: see
+# dP^T; dO has two slots but for (128, 128) and (128, 96). At 128 pairs of CTAs where key tiles are even or many: see
 # tiles.backward_pairs_pay. Beyond, of 64 queries, dQ transposed: (., 129 and up) in one
 # kernel, (129 and up, .) in two, the one for dK and dQ with one slot of Q at (256, 256).
 CELLS = (
