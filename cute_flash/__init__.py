@@ -3,10 +3,14 @@
 import importlib
 from typing import Any
 
-from .api import attention, explain
-from .runtime.dispatch import Decision
-from .runtime.emulation import emulate
-from .spec.errors import BackendBuildError, FallbackWarning, StrictFallbackError, UnsupportedError
+from .spec import versions
+
+versions.require_torch()  # before the imports that an older one would fail, each in words of its own
+
+from .api import attention, explain  # noqa: E402
+from .runtime.dispatch import Decision  # noqa: E402
+from .runtime.emulation import emulate  # noqa: E402
+from .spec.errors import BackendBuildError, FallbackWarning, StrictFallbackError, UnsupportedError  # noqa: E402
 
 __version__ = "0.1.0"
 

@@ -15,7 +15,7 @@ from .spec import settings
 from .spec.problem import SHORT_KEYS
 
 # (what a kernel depends on, shapes and strides left out) -> Call. Bounded because a key holds settings.generation.
-# type(q) keeps out DTensor, FakeTensor and their like: their data pointer is null, and a kernel would follow it.
+# The types keep out DTensor, FakeTensor and their like: their data pointer is null, and a kernel would follow it.
 # `is True` asks nothing of a symbolic length: a traced call ends in the cold path without a guard on it.
 _warm: dict[tuple[Any, ...], Call] = {}
 _WARM_MAX = 4096
@@ -86,7 +86,7 @@ def attention(
             lazy = q.is_neg() or k.is_neg() or v.is_neg()  # DLPack would drop the sign: the cold path makes it real
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             key = (
-                dtype, q.device, type(q), heads_q, heads_k, head_dim, head_dim_v,
+                dtype, q.device, type(q), type(k), type(v), heads_q, heads_k, head_dim, head_dim_v,
                 kind, (seqlen_k <= SHORT_KEYS) is True, return_lse, deterministic or _torch_deterministic(), grad,
                 backend, settings.generation, dtype is not _float32 or request.float32_kind(q.device),
             )  # fmt: skip

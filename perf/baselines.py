@@ -210,6 +210,8 @@ def compiled(build: Callable[[Point, torch.device], Attend]) -> Callable[[Point,
     """The same call as a graph of torch.compile: what the operator and the guards cost the host."""
 
     def build_compiled(point: Point, device: torch.device) -> Attend:
+        # Cases of a table share one code object, and so one limit of graphs.
+        setattr(torch._dynamo.config, "recompile_limit", 64)  # noqa: B010 (mypy)
         return torch.compile(build(point, device), fullgraph=True, dynamic=True)
 
     return build_compiled

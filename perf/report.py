@@ -1,4 +1,7 @@
-"""Tables and plots from the CSVs: `python -m perf.report perf/results/foundation.csv --plot out.png --into README.md`.
+"""Tables, figures and the report page from the CSVs in perf/results.
+
+    python -m perf.report perf/results/hopper_forward.csv --plot docs/hopper_forward.png --into README.md
+    python -m perf.report --page perf/report.html
 
 Ratios are taken within one point only: all its contestants ran interleaved in one process on one GPU.
 """
@@ -19,20 +22,25 @@ Table = dict[tuple[str, ...], dict[str, records.Row]]
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf.report", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("csv", type=Path, nargs="+")
+    add("csv", type=Path, nargs="*", help="of perf.bench; a table of their points is printed")
     add("--commit", default="", help="only rows of this commit")
     add("--uuid", default="", help="only rows of this GPU")
-    add("--plot", type=Path, default=None, help="write a figure (PNG or SVG)")
+    add("--plot", type=Path, default=None, help="write a figure of them (PNG)")
     add("--into", type=Path, default=None, help="replace the text between <!-- results:NAME --> marks of this file")
     add("--name", default="", help="NAME of the marks; default the first CSV's name")
-    return parser.parse_args(argv)
+    add("--dims", default="", help="only these head dims in the figure, comma-separated")
+    add("--page", type=Path, default=None, help="write everything in perf/results as one HTML page")
+    args = parser.parse_args(argv)
+    if not args.csv and args.page is None:
+        parser.error("nothing to do: name CSVs, or a --page to write")
+    return args
 
 
 def _words(key: Sequence[str]) -> dict[str, str]:
     return dict(zip(records.POINT_COLUMNS, key, strict=True))
 
 
-def _sort_key(key: Sequence[str]) -> tuple[object, ...]:
+def sort_key(key: Sequence[str]) -> tuple[object, ...]:
     point = _words(key)
     return (point["pass"] != "fwd", point["dtype"], int(point["d"]), -int(point["dv"]), point["mask"] != "full",
             point["Hq"] != point["Hkv"], int(point["Sq"]), int(point["B"]))  # fmt: skip
@@ -46,12 +54,17 @@ def label(key: Sequence[str]) -> str:
     return f"{point['pass']} {point['dtype']} d={dims} {point['mask']} S={length} B={point['B']} H={heads}"
 
 
-def _rate(row: records.Row) -> float:
+def rate(row: records.Row) -> float:
     return float(row["tflops"])
 
 
 def _time(row: records.Row) -> float:
     return float(row["median_us"])
+
+
+def ratio_to(contestants: Mapping[str, records.Row], rival: str, who: str = "ours") -> float | None:
+    """Time of one rival over ours, in the same process; None where one of them is missing."""
+    return _time(contestants[rival]) / _time(contestants[who]) if {who, rival} <= set(contestants) else None
 
 
 def ratio_to_best_rival(contestants: Mapping[str, records.Row], who: str = "ours") -> float | None:
@@ -60,7 +73,7 @@ def ratio_to_best_rival(contestants: Mapping[str, records.Row], who: str = "ours
     return min(rivals) / _time(contestants[who]) if who in contestants and rivals else None
 
 
-def _present(table: Table) -> list[str]:
+def present(table: Table) -> list[str]:
     names = {name for contestants in table.values() for name in contestants}
     return [name for name in ORDER if name in names] + sorted(names - set(ORDER))
 
@@ -78,7 +91,7 @@ def verdict_lines(table: Table) -> list[str]:
         lines.append(f"ours / best rival: geometric mean {mean:.3f} of {len(ratios)} points, "
                      f"worst {worst[1]:.3f} at {label(worst[0])}")  # fmt: skip
     for own in ("ours", "ours-triton"):
-        for rival in (name for name in _present(table) if not name.startswith("ours")):
+        for rival in (name for name in present(table) if not name.startswith("ours")):
             both = [_time(r[rival]) / _time(r[own]) for r in table.values() if own in r and rival in r]
             if both and (own == "ours" or rival == "flex"):
                 mean = records.geometric_mean(both)
@@ -90,10 +103,10 @@ def summary(rows: Sequence[records.Row], keys: Iterable[tuple[str, ...]]) -> str
     """A narrow text table of the given points: TFLOP/s, ratio of ours to the best rival, and reasons for gaps."""
     wanted = set(keys)
     table = {key: row for key, row in records.measured(rows).items() if key in wanted and row}
-    names = _present(table)
+    names = present(table)
     lines = [f"{'TFLOP/s':44}" + "".join(f"{name[:9]:>10}" for name in names) + "  ours/best   MHz"]
-    for key in sorted(table, key=_sort_key):
-        cells = [f"{_rate(table[key][n]):10.1f}" if n in table[key] else f"{'-':>10}" for n in names]
+    for key in sorted(table, key=sort_key):
+        cells = [f"{rate(table[key][n]):10.1f}" if n in table[key] else f"{'-':>10}" for n in names]
         ratio = ratio_to_best_rival(table[key])
         clock = next(iter(table[key].values()))["clock_mhz"]
         lines.append(
@@ -132,16 +145,16 @@ def origin(rows: Sequence[records.Row]) -> str:
 def markdown(rows: Sequence[records.Row]) -> str:
     """The table of every point with a number; the best of each row is bold."""
     table = {key: row for key, row in records.measured(rows).items() if row}
-    names = _present(table)
+    names = present(table)
     head = ["pass", "dtype", "d", "mask", "B", "H", "seqlen", *names, "ours / best rival", "MHz"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for key in sorted(table, key=_sort_key):
+    for key in sorted(table, key=sort_key):
         p, contestants = _words(key), table[key]
-        best = max(_rate(row) for row in contestants.values())
+        best = max(rate(row) for row in contestants.values())
         cells = []
         for name in names:
-            rate = _rate(contestants[name]) if name in contestants else None
-            cells.append("" if rate is None else f"**{rate:.0f}**" if rate == best else f"{rate:.0f}")
+            value = rate(contestants[name]) if name in contestants else None
+            cells.append("" if value is None else f"**{value:.0f}**" if value == best else f"{value:.0f}")
         ratio = ratio_to_best_rival(contestants)
         point = [p["pass"], p["dtype"], p["d"] if p["d"] == p["dv"] else f"({p['d']},{p['dv']})", p["mask"], p["B"]]
         point += [p["Hq"] if p["Hq"] == p["Hkv"] else f"{p['Hq']}/{p['Hkv']}", p["Sq"]]
@@ -149,47 +162,6 @@ def markdown(rows: Sequence[records.Row]) -> str:
         lines.append("| " + " | ".join([*point, *cells, f"{ratio:.3f}" if ratio else "", clock]) + " |")
     closing = ["The table's numbers are TFLOP/s; ratios are of times.", "", *(f"- {x}" for x in verdict_lines(table))]
     return "\n".join([*lines, "", *closing, "", origin(rows)])
-
-
-def plot(rows: Sequence[records.Row], path: Path) -> None:
-    """One panel per (pass, dtype, head_dim, mask): TFLOP/s over sequence length, a line per contestant."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels: dict[tuple[str, ...], dict[str, dict[int, float]]] = {}
-    for key, contestants in records.measured(rows).items():
-        p = _words(key)
-        if p["Hq"] != p["Hkv"] or p["Sq"] != p["Sk"]:
-            continue
-        lines = panels.setdefault((p["pass"], p["dtype"], p["d"], p["dv"], p["mask"]), {})
-        for name, row in contestants.items():
-            lines.setdefault(name, {})[int(p["Sq"])] = _rate(row)
-    if not panels:
-        raise ValueError("no point with a number: nothing to plot")
-    across = min(4, len(panels))
-    down = -(-len(panels) // across)
-    figure, axes = plt.subplots(down, across, figsize=(4.2 * across, 3.0 * down), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, panel in zip(
-        axes.flat, sorted(panels, key=lambda k: (k[0] != "fwd", k[1], int(k[2]), k[3:])), strict=False
-    ):
-        for name in sorted(panels[panel], key=lambda n: ORDER.index(n) if n in ORDER else 99):
-            lengths = sorted(panels[panel][name])
-            style = {"linewidth": 2.2} if name == "ours" else {"linewidth": 1.0, "linestyle": "--"}
-            axis.plot(lengths, [panels[panel][name][s] for s in lengths], marker="o", markersize=3, label=name, **style)
-        axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
-        axis.set_title(
-            f"{panel[0]} {panel[1]} d={panel[2] if panel[2] == panel[3] else panel[2:4]} {panel[4]}", fontsize=9
-        )
-    axes[0][0].set_ylabel("TFLOP/s")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
 
 
 def put_between_marks(path: Path, name: str, text: str) -> None:
@@ -203,6 +175,12 @@ def put_between_marks(path: Path, name: str, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
+    if args.page is not None:
+        from . import page
+
+        args.page.write_text(page.page(), encoding="utf-8")
+    if not args.csv:
+        return 0
     rows = [r for r in records.read(args.csv) if args.commit in ("", r["commit"]) and args.uuid in ("", r["uuid"])]
     text = markdown(rows)
     if args.into is not None:
@@ -210,7 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(text)
     if args.plot is not None:
-        plot(rows, args.plot)
+        from . import figures
+
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        args.plot.write_bytes(figures.throughput(rows, tuple(filter(None, args.dims.split(",")))))
     return 0
 
 

@@ -44,7 +44,10 @@ def _filled_with_nan(make: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     @functools.wraps(make)
     def poisoned(*args, **kwargs):
         result = make(*args, **kwargs)
-        return result.fill_(float("nan")) if result.is_floating_point() and result.device.type != "meta" else result
+        if result.is_floating_point() and result.device.type != "meta":
+            with torch.no_grad():  # Inductor makes empty tensors that require gradients
+                result.fill_(float("nan"))
+        return result
 
     return poisoned
 

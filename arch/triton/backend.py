@@ -15,6 +15,7 @@ class TritonBackend:
     name = "triton"
     exports = False
     row_alignment = 0
+    toolchain = ("triton",)
 
     def native(self, device: Device) -> bool:
         return support.native(device)

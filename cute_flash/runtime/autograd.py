@@ -61,6 +61,9 @@ class Attention(torch.autograd.Function):
             return None, None, None, None
         if dout is None:
             dout = _zeros_like_expanded(out)
+        for name, grad in (("dout", dout), ("dlse", dlse)):
+            if type(grad) is not torch.Tensor and grad is not None:
+                request.refuse_without_memory(name, grad)
         create_graph = torch.is_grad_enabled()
         sources = (q, k, v, dout, dlse)
         with torch.no_grad():

@@ -90,7 +90,11 @@ def forget_broken() -> None:
 
 
 def _toolchain_refusals(backend: Backend) -> tuple[str, ...]:
-    reasons = {module: _broken.get(module) or toolchain.missing(module) for module in toolchain.modules(backend)}
+    modules = toolchain.modules(backend)
+    outdated = tuple(filter(None, map(toolchain.outdated, modules)))
+    if outdated:
+        return outdated  # why an import fails, where it does
+    reasons = {module: _broken.get(module) or toolchain.missing(module) for module in modules}
     return tuple(f"`import {module}` fails: {reason}" for module, reason in reasons.items() if reason)
 
 

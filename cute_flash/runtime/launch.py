@@ -31,7 +31,6 @@ from .request import (
     scale_copy,
 )
 
-_PLAIN = torch.Tensor.__torch_dispatch__  # of DTensor, FakeTensor and their like it is another
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -202,8 +201,6 @@ def _check_like_q(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """The warm path looks at q only; its caller says which of k and v is wrong."""
     if not (q.dtype is k.dtype is v.dtype and q.device == k.device == v.device):
         raise TypeError("q, k and v must have one dtype and one device")
-    if not (type(q).__torch_dispatch__ is type(k).__torch_dispatch__ is type(v).__torch_dispatch__ is _PLAIN):
-        raise TypeError("a kernel takes tensors that have memory")
 
 
 def _packed(problem: Problem) -> Problem:

@@ -208,17 +208,21 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not _PLAIN and not is_traced(tensor) and not tensor.is_nested
 
 
+def refuse_without_memory(name: str, tensor: torch.Tensor) -> None:
+    if has_no_memory(tensor):
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}: kernels read plain tensors, call attention on its local part "
+            "(DTensor.to_local, local_map)"
+        )
+
+
 def _check_kinds(tensors: dict[str, Any]) -> None:
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedError(FUNCTORCH)
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if has_no_memory(tensor):
-            raise TypeError(
-                f"{name} is a {type(tensor).__name__}: kernels read plain tensors, call attention on its local part "
-                "(DTensor.to_local, local_map)"
-            )
+        refuse_without_memory(name, tensor)
         if tensor.layout != torch.strided or tensor.is_nested:
             layout = "a nested tensor" if tensor.is_nested else str(tensor.layout)
             raise TypeError(f"{name} must be a plain strided tensor, got {layout}")

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from ..spec import settings
+from ..spec import settings, versions
 from ..spec.backend import Backend
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -32,6 +32,14 @@ def missing(module: str) -> str:
         return "" if importlib.util.find_spec(module) else f"No module named {module!r}"
     except (ImportError, ValueError) as error:
         return str(error)
+
+
+def outdated(module: str) -> str:
+    """Why what is installed of this module is too old, or nothing."""
+    if module not in versions.TOOLCHAIN:
+        return ""
+    distribution, oldest, install = versions.TOOLCHAIN[module]
+    return versions.too_old(distribution, version(distribution), oldest, install)
 
 
 def version(distribution: str) -> str:

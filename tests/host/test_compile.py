@@ -341,9 +341,23 @@ def test_tensors_without_memory_of_their_own_are_refused(backends, exports):
     for _ in range(2):  # cold, then warm
         with pytest.raises(TypeError, match=r"q is a TwoTensor: kernels read plain tensors.*to_local"):
             attention(TwoTensor(q, q), TwoTensor(q, q), TwoTensor(q, q))
+        for name, inputs in (("k", (q, TwoTensor(q, q), q)), ("v", (q, q, TwoTensor(q, q)))):
+            with pytest.raises(TypeError, match=f"{name} is a TwoTensor: kernels read plain tensors"):
+                attention(*inputs)
         attention(q, q, q)
         with torch.no_grad():
             assert torch.equal(attention(torch.nn.Parameter(q), q, q), attention(q, q, q))
+
+
+@pytest.mark.parametrize("which", ["dout", "dlse"])
+def test_gradients_without_memory_of_their_own_are_refused(which):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    q, k, v = qkv(1, 5, 5, requires_grad=True)
+    out, lse = attention(q, k, v, return_lse=True)
+    result = out if which == "dout" else lse
+    with pytest.raises(TypeError, match=f"{which} is a TwoTensor: kernels read plain tensors"):
+        torch.autograd.grad(result, q, TwoTensor(torch.ones_like(result), torch.ones_like(result)))
 
 
 # ---------------------------------------------------------------------------------------------------- the operators

@@ -30,6 +30,10 @@ def test_sharded_heads_go_through_local_map(mesh):
     sharded = [distribute_tensor(x.detach(), mesh, heads).requires_grad_() for x in (q, k, v)]
     with pytest.raises(TypeError, match=r"q is a DTensor.*local_map"):
         attention(*sharded)
+    for name, mixed in (("k", (q, sharded[1], v)), ("v", (q, k, sharded[2]))):
+        attention(q, k, v)
+        with pytest.raises(TypeError, match=rf"{name} is a DTensor.*local_map"):
+            attention(*mixed)
     out = local_map(attention, out_placements=heads, in_placements=(heads,) * 3)(*sharded)
     assert isinstance(out, DTensor) and torch.equal(out.to_local(), attention(q, k, v))
     grads = torch.autograd.grad(out.to_local().sum(), sharded)

@@ -1,6 +1,7 @@
 """Processes and modes around a call: fork while locks are held, spawn, inference mode."""
 
 import multiprocessing
+import os
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from cute_flash import attention
 from cute_flash.runtime import compiler, diskcache, report
 
+from .. import cold_start
 from ..fakes import FakeBackend
 
 pytestmark = pytest.mark.usefixtures("office")
@@ -151,3 +153,11 @@ def test_a_kernel_compiled_in_inference_mode_serves_training(backends):
         attention(q, k, v, return_lse=True)
     attention(q.requires_grad_(), k, v, return_lse=True)
     assert [plan.direction for plan in backend.built] == ["forward"]
+
+
+@pytest.mark.slow  # eight imports of torch
+def test_a_cold_start_of_eight_processes_compiles_once_a_key(tmp_path):
+    """New processes, as the ranks of a training are; tests/device has the same of a GPU's kernels."""
+    pytest.importorskip("cutlass")
+    environment = {**os.environ, "CUTE_FLASH_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    cold_start.check(cold_start.together(8, environment, "host"), tmp_path)

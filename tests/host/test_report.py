@@ -1,0 +1,183 @@
+"""The report: bytes that the model says, the profiler's list read back, and a page that leaves nothing out."""
+
+import csv
+import io
+from html.parser import HTMLParser
+
+import pytest
+
+from perf import figures, memory, page, points, records, report, traffic
+
+WALK = points.point(64, "full", 4096, batch=1, heads_q=1, heads_kv=1)  # one head of the papers' walkthrough
+CAUSAL = points.point(64, "causal", 4096, batch=1, heads_q=1, heads_kv=1)
+MB = 1e6
+
+
+def row(point, contestant, median, **more):
+    fields = dict.fromkeys(records.COLUMNS, "")
+    fields |= {"gpu": "some GPU", "uuid": "u", "date": "2026-01-02T03:04:05Z", "commit": "c1", "clock_mhz": "1500"}
+    fields |= {**point.columns(), "contestant": contestant, "median_us": str(median), "rel_err": "2.0e-03"}
+    return fields | {"tflops": f"{point.flops / median * 1e-6:.4g}"} | more
+
+
+# ------------------------------------------------------------------------------------------------------------- model
+
+
+def test_the_model_has_the_papers_numbers():
+    ours, standard = traffic.tiled(WALK, 128, 128), traffic.standard(WALK)
+    assert ours.sm_read - 2**19 == 32 * 2**20  # 32 query tiles read K and V, 1 MiB each time; and Q once, half a MiB
+    assert ours.sm_written == 2**19 and ours.hbm == 4 * 2**19
+    scores = standard.hbm - ours.hbm
+    assert scores == pytest.approx(134 * MB, rel=2e-3)
+    assert traffic.tiled(CAUSAL, 128, 128).sm_read - 2**19 == pytest.approx(17 * MB, rel=2e-2)
+
+
+@pytest.mark.parametrize("lengths", [(100, 300), (300, 100), (257, 257), (1, 5)])
+@pytest.mark.parametrize("tile", [(64, 48), (192, 128)])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_keys_are_counted_tile_by_tile(lengths, tile, mask):
+    """Against the mask itself: a key tile is read, up to the last key, where a row of the query tile sees it."""
+    seqlen_q, seqlen_k = lengths
+    point = points.Point(64, 64, mask, 1, 1, 1, seqlen_q, seqlen_k)
+    expected = 0
+    for first in range(0, seqlen_q, tile[0]):
+        for key in range(0, seqlen_k, tile[1]):
+            rows = range(first, first + tile[0])  # a tile's rows past the end read as the others do
+            if mask == "full" or any(key <= row + seqlen_k - seqlen_q for row in rows):
+                expected += min(tile[1], seqlen_k - key)
+    assert traffic.keys_read(point, *tile) == expected
+
+
+def test_a_window_is_refused_by_the_model():
+    with pytest.raises(ValueError, match="window100"):
+        traffic.tiled(points.point(64, "window100", 1024), 128, 128)
+
+
+def test_our_tiles_come_from_the_dispatcher():
+    for point in traffic.POINTS:
+        ours, standard, plan = traffic.modelled(point)
+        assert plan.startswith("sm90 forward") and ours.hbm < ours.sm_read < standard.hbm
+
+
+# ---------------------------------------------------------------------------------------------------------- profiler
+
+
+def listing(*kernels):
+    """As ncu writes raw pages: words of its own, a head, a row of units, numbers with separators."""
+    metrics = [metric for metric, _ in traffic.METRICS.values()]
+    text = io.StringIO()
+    text.write("==PROF== Connected to process 7\n")
+    writer = csv.writer(text, quoting=csv.QUOTE_ALL)
+    writer.writerow(["ID", "Kernel Name", *metrics])
+    writer.writerow(["", "", *("byte", "sector", "sector", "byte", "byte", "ns")])
+    for number, (name, *values) in enumerate(kernels):
+        writer.writerow([number, name, *(f"{value:,}" for value in values)])
+    return text.getvalue()
+
+
+def test_kernels_between_marks_are_one_contestants():
+    mark = ("void at::cuda::spin_kernel(long)", 9, 9, 9, 9, 9, 9)
+    text = listing(
+        mark, ("ours", 7_777, 1000, 10, 5_000, 600, 70), mark, ("a", 6, 1, 2, 3, 4, 5), ("b", 60, 10, 20, 30, 40, 50)
+    )
+    found = traffic.parse(text, [(0, "ours"), (0, "standard")])
+    counts = (1, 7_777, 32_000, 320, 5_000, 600, 70)  # sectors of 32 bytes in two of them
+    assert found[0, "ours"] == dict(zip(("kernels", *traffic.METRICS), counts, strict=True))
+    assert found[0, "standard"]["kernels"] == 2 and found[0, "standard"]["l2_read_bytes"] == 11 * 32
+    with pytest.raises(ValueError, match="lists 2 runs, and there were 1"):
+        traffic.parse(text, [(0, "ours")])
+
+
+# -------------------------------------------------------------------------------------------------------------- page
+
+
+class Reader(HTMLParser):
+    """Open tags, as they close: a page that a browser has to mend fails."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.images, self.links, self.ids, self.text = [], 0, [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.images += tag == "img"
+        self.links += [attributes.get("href") or attributes["src"]] if tag in ("a", "img", "script", "link") else []
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(text):
+    reader = Reader()
+    reader.feed(text)
+    assert reader.open == []
+    return reader
+
+
+@pytest.fixture
+def results(tmp_path):
+    longer = points.point(64, "causal", 8192, batch=1, heads_q=1, heads_kv=1)
+    rows = [row(CAUSAL, "ours", 10.0), row(CAUSAL, "fa4", 8.0), row(longer, "ours", 20.0), row(longer, "fa4", 40.0)]
+    records.append(tmp_path / "hopper_forward.csv", rows)
+    return tmp_path
+
+
+def test_a_page_of_what_was_measured_says_what_was_not(results):
+    reader = read(page.page(results))
+    words = " ".join(reader.text)
+    assert "geometric mean 1.265 of 2 points, worst 0.800" in words and "1.265x" in reader.text
+    assert words.count("Not measured yet") == 2  # memory and host cost
+    assert "No profiler has counted these yet" in words and "Not yet run on silicon" in words
+    assert {link[1:] for link in reader.links if link.startswith("#")} == set(reader.ids) == {"speed", "accuracy",
+            "memory", "bytes", "host", "blackwell"}  # fmt: skip
+    assert all(link.startswith(("#", "data:image/png")) for link in reader.links), "the page needs no other file"
+
+
+def test_an_empty_folder_has_a_page_too(tmp_path):
+    assert " ".join(read(page.page(tmp_path)).text).count("Not measured yet") == 4
+
+
+def test_memory_and_counted_bytes_are_shown(results):
+    facts = {"gpu": "some GPU", "uuid": "u", "date": "2026-01-02", "commit": "c1", "torch": "t", "dsl": "d"}
+    with (results / "memory.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, memory.COLUMNS)
+        writer.writeheader()
+        for seqlen in (1024, 4096):
+            for direction in memory.PASSES:
+                place = {"contestant": "ours", "pass": direction, "d": 128, "B": 1, "H": 16, "S": seqlen}
+                writer.writerow({**facts, **place, "peak_bytes": 3 * 2**20 * seqlen // 1024})
+    counts = dict(zip(("kernels", *traffic.METRICS), (1, "", 123_400_000, 1, 1_000_000, 500_000, 1), strict=True))
+    place = {"contestant": "ours", "plan": "", "d": 64, "mask": "causal", "B": 1, "H": 32, "S": 4096}
+    traffic.write(results / "traffic.csv", [{**facts, "cuda": "", "driver": "", **place, **counts}])
+    text = read(page.page(results)).text
+    assert {"3.0", "12.0", "123.4", "1.5"} <= set(text)
+    assert "No profiler" not in " ".join(text)
+
+
+def test_without_matplotlib_there_are_tables(results, monkeypatch):
+    def missing():
+        raise ImportError("No module named 'matplotlib'")
+
+    monkeypatch.setattr(figures, "_pyplot", missing)
+    reader = read(page.page(results))
+    assert reader.images == 0 and figures.MISSING in reader.text and "1.265x" in reader.text
+
+
+def test_a_page_and_figures_are_small_files(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    out, plot = tmp_path / "out.html", tmp_path / "figures" / "plot.png"
+    assert report.main([str(results / "hopper_forward.csv"), "--plot", str(plot), "--page", str(out)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG") and 1000 < plot.stat().st_size < 300_000
+    assert read(out.read_text()).images >= 2
+    with pytest.raises(ValueError, match="nothing to plot"):
+        figures.throughput([])
+    with pytest.raises(SystemExit):
+        report.main([])
