@@ -21,18 +21,15 @@ class Unit(NamedTuple):
     tiles: RowTiles
 
 
+def unit_count(sizes: Sizes, tile) -> Int32:
+    return (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n * sizes.heads_kv * sizes.batch
+
+
 @cute.jit
 def unit_of(
-    sizes: Sizes,
-    tile: cutlass.Constexpr,
-    widths: cutlass.Constexpr,
-    mask: cutlass.Constexpr,
-    together: cutlass.Constexpr[int] = 1,
+    index: Int32, sizes: Sizes, tile: cutlass.Constexpr, widths: cutlass.Constexpr, mask: cutlass.Constexpr
 ) -> Unit:
-    """Of the CTA that asks. `widths`: (width_qk, width_v); together: neighbouring CTAs that share a tile."""
-    index = cute.arch.block_idx()[0]
-    if cutlass.const_expr(together > 1):
-        index = index // together
+    """The index-th of unit_count. `widths`: (width_qk, width_v)."""
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     group = sizes.heads_q // sizes.heads_kv
     if cutlass.const_expr(mask.causal and not mask.left):

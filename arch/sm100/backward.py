@@ -19,7 +19,7 @@ from cute_flash.spec.plan import Plan
 
 from ..common import delta
 from ..common.entry import BoundedEntry, PlainEntry
-from ..common.keyunits import Unit, first_key_tile, unit_of
+from ..common.keyunits import Unit, first_key_tile, unit_count, unit_of
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .backward_pair import PairedKeyTilesSm100
@@ -98,9 +98,8 @@ class KeyTileSm100:
             dv=source(store, dv, layouts.v, ROWS, shape.width_v),
         )
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], *bounds)
-        key_blocks = cute.ceil_div(sizes.seqlen_k, self.tile.tile_n)
         self.kernel(sources, scratch, factors, sizes, layouts).launch(
-            grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1),
+            grid=(unit_count(sizes, self.tile), 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,  # tells ptxas the register count at entry; without it setmaxnreg is ignored
             stream=stream,
@@ -120,7 +119,7 @@ class KeyTileSm100:
         cute.arch.sync_threads()
         after_wait()
         room = self._room(storage, layouts, bars)
-        unit = unit_of(sizes, self.tile, (shape.width_qk, shape.width_v), self.mask)
+        unit = unit_of(cute.arch.block_idx()[0], sizes, self.tile, (shape.width_qk, shape.width_v), self.mask)
         if warp >= schedule.mma_warp:
             cute.arch.setmaxregister_decrease(schedule.other_registers)
             if warp == schedule.load_warp:

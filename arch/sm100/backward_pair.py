@@ -16,7 +16,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan, Tile
 
 from ..common import delta
-from ..common.keyunits import Unit, first_key_tile, unit_of
+from ..common.keyunits import Unit, first_key_tile, unit_count, unit_of
 from ..common.order import Sizes
 from .grad.epilogue import DqPlace, GradientRoom, ReduceContext, leave, reduce_step
 from .grad.memory import BackwardShape, TmaSource
@@ -93,9 +93,8 @@ class PairedKeyTilesSm100:
             dv=source(store, dv, layouts.k, whole),
         )
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], *bounds)
-        pairs = cute.ceil_div(sizes.seqlen_k, BOTH_KEYS) * sizes.heads_kv * sizes.batch
         self.kernel(sources, scratch, factors, sizes, layouts).launch(
-            grid=(PAIR * pairs, 1, 1),
+            grid=(PAIR * unit_count(sizes, self.both), 1, 1),
             block=(self.schedule.threads, 1, 1),
             cluster=(PAIR, 1, 1),
             min_blocks_per_mp=1,
@@ -116,7 +115,7 @@ class PairedKeyTilesSm100:
         meet(PAIR)
         after_wait()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address.data_ptr())
-        unit = unit_of(sizes, self.both, (ROWS, ROWS), self.mask, PAIR)
+        unit = unit_of(cute.arch.block_idx()[0] // PAIR, sizes, self.both, (ROWS, ROWS), self.mask)
         if warp >= schedule.mma_warp:
             cute.arch.setmaxregister_decrease(schedule.other_registers)
             if warp == schedule.load_warp:

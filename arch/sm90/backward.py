@@ -155,7 +155,7 @@ class BackwardSm90(PlainEntry):
         s_dq = storage.dq.get_tensor(cute.make_layout(parts))
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
 
-        unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
+        unit = unit_of(cute.arch.block_idx()[0], sizes, tile, (self.width_qk, self.width_v), self.mask)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp_index == LOAD_WARP:

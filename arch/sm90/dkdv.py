@@ -124,7 +124,7 @@ class KeyGradientsSm90:
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
 
-        unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
+        unit = unit_of(cute.arch.block_idx()[0], sizes, tile, (self.width_qk, self.width_v), self.mask)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp_index == LOAD_WARP:
