@@ -58,9 +58,7 @@ def _role(mix: Counter) -> str:
     """Which role a loop is, by an instruction that no other has."""
     if mix["MUFU.EX2"]:
         return "weigh"
-    if any(kind.startswith("UTCHMMA") for kind in mix):
-        return "mma"
-    return "reduce" if any(kind.startswith("UBLKRED") for kind in mix) else ""
+    return "mma" if any(kind.startswith("UTCHMMA") for kind in mix) else ""
 
 
 def _multiplies(code: list, pair: bool) -> bool:
@@ -83,7 +81,7 @@ def machine_code(cubin: bytes, tool: str, pair: bool) -> dict[str, Any]:
         "spill_stores": counts["STL"],
         "spill_loads": counts["LDL"],
         "instructions": sum(counts.values()) - counts["NOP"],
-        **{f"{role}_instructions": longest.get(role, ("",))[0] for role in ("weigh", "mma", "reduce")},
+        **{f"{role}_instructions": longest.get(role, ("",))[0] for role in ("weigh", "mma")},
         "weigh_mufu": weigh["MUFU.EX2"],
         "weigh_packed_fma": sum(weigh[kind] for kind in ("FFMA2", "FADD2", "FMUL2")),
         "weigh_shared_loads": weigh["LDS"],
