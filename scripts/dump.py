@@ -1,11 +1,13 @@
 """What a Plan compiles to: `python -m scripts.dump --backend sm90 --points d=128,mask=causal`. No GPU is needed.
 
-Prints registers, stack, spills, setmaxnreg and the instruction mix of the main loops; --out keeps PTX, cubin and SASS.
+Prints registers, stack, spills, setmaxnreg and the instruction mix of the main loops; --out keeps PTX, cubin and SASS,
+--csv a row for each main loop.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import hashlib
 import importlib
 import sys
@@ -20,8 +22,8 @@ from cute_flash import arch
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import Mask
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
-from perf import points
+from cute_flash.spec.problem import BACKWARD, FORWARD, SHORT_KEYS, Problem
+from perf import machine, points
 from scripts import sass
 
 SM_COUNTS = {(8, 0): 108, (9, 0): 132, (10, 0): 148, (10, 3): 148}
@@ -32,14 +34,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.dump", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--backend", default="sm90", choices=[backend.name for backend in arch.BACKENDS])
-    add(
-        "--points", default="d=128,mask=causal", help="as perf/bench.py (only d, dv, mask, dtype, pass matter); + joins"
-    )
+    add("--points", default="d=128,mask=causal", help="as perf/bench.py (of S, whether there are few keys); + joins")
     add("--capability", default="", help="such as 9.0; default the backend's own, 9.0 for triton")
     add("--tile", default="", help="tile_m,tile_n,stages,warps in place of the backend's choice")
     add("--lse", action="store_true", help="the forward that writes LSE")
     add("--short", action="store_true", help="the plan for sequences of at most SHORT_KEYS keys")
     add("--split", action="store_true", help="the plan that shares a query tile among CTAs")
+    add("--csv", type=Path, default=None, help="a row for each main loop, in place of the file's")
     add("--out", type=Path, default=None, help="folder for NAME.ptx, NAME.cubin and NAME.sass")
     add("--import", dest="first", default="", help="import this module before compiling: must not change the PTX")
     return parser.parse_args(argv)
@@ -60,7 +61,7 @@ def plan_of(args: argparse.Namespace, point: points.Point) -> tuple[Any, Plan]:
         heads_kv=point.heads_kv,
         mask=Mask(left=point.left is not None, right=point.causal, causal=point.causal),
         lse=args.lse or point.direction == "bwd",
-        short=args.short and point.direction == "fwd",
+        short=(args.short or point.seqlen_k <= SHORT_KEYS) and point.direction == "fwd",
     )
     if refusals := backend.refuse(problem):
         raise SystemExit(f"{args.backend} refuses {problem}: {'; '.join(refusals)}")
@@ -109,6 +110,27 @@ def report(cubin: bytes, tool: str | None) -> tuple[list[str], str]:
     return lines, text
 
 
+MIX = ("MUFU.EX2", "FFMA", "FMUL", "FADD", "FMNMX", "F2FP", "FSEL", "SHFL", "SYNCS", "BAR", "uniform")
+COLUMNS = ("date", "commit", "plan", "kernel", "registers", "setmaxnreg", "spill_stores", "spill_loads", "instructions",
+           "loop", "matrix", *MIX, "others", "MUFU.EX2 before the last wait")  # fmt: skip
+
+
+def rows(plan: Plan, name: str, cubin: bytes, text: str) -> Iterator[tuple]:
+    """COLUMNS from `plan` on, one row a main loop: how many instructions, of which kinds."""
+    found = sass.resources(cubin)
+    for function, code in sass.functions(text).items():
+        counts = sass.mix(code)
+        limits = [str(int(i.operands.split()[-1], 0)) for i in code if i.opcode.startswith("USETMAXREG")]
+        facts = (found.get(function, {}).get("registers"), " ".join(limits), counts["STL"], counts["LDL"])
+        for body in sass.main_bodies(code):
+            kinds = sass.mix(body)
+            matrix = sum(count for kind, count in kinds.items() if sass.MATRIX.match(kind))
+            shown = [kinds[kind] for kind in MIX]
+            others = len(body) - matrix - sum(shown)
+            size = sum(counts.values()) - counts["NOP"]
+            yield str(plan), name, *facts, size, len(body), matrix, *shown, others, sass.ahead_of_wait(body)
+
+
 def keep(folder: Path, name: str, ptx: str, cubin: bytes, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.ptx").write_text(ptx)
@@ -121,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     if args.first:
         importlib.import_module(args.first)
-    tool, seen = sass.disassembler(), set()
+    tool, seen, table = sass.disassembler(), set(), []
     for point in (p for text in args.points.split("+") for p in points.parse(text.strip())):
         backend, plan = plan_of(args, point)
         if plan in seen:
@@ -133,10 +155,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{plan}: {name} in {time.perf_counter() - start:.2f} s, PTX sha256 {digest}")
             lines, text = report(cubin, tool)
             print("\n".join(lines), flush=True)
+            table += rows(plan, name, cubin, text) if text else ()
             if args.out is not None:
                 dims = f"{plan.head_dim}_{plan.head_dim_v}_{plan.mask}_{plan.dtype}"
                 keep(args.out, f"{plan.backend}_{name}_{dims}", ptx, cubin, text)
             start = time.perf_counter()
+    if args.csv is not None:
+        with args.csv.open("w", newline="") as file:
+            writer, tree = csv.writer(file, lineterminator="\n"), (machine.now()[:10], machine.commit_here())
+            writer.writerows([COLUMNS, *((*tree, *row) for row in table)])
     return 0
 
 

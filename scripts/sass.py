@@ -203,6 +203,17 @@ def mix(code: Iterable[Instruction]) -> Counter[str]:
 
 def main_loops(code: Sequence[Instruction]) -> list[tuple[int, Counter[str]]]:
     """(instructions, mix) of the innermost loops that do matrix products or many exponentials, in code order."""
+    return [(len(body), mix(body)) for body in main_bodies(code)]
+
+
+def ahead_of_wait(body: Sequence[Instruction]) -> int:
+    """Exponentials of a loop that come before its last wait for wgmma: they run while a product is in flight."""
+    waits = [i for i, each in enumerate(body) if each.opcode.startswith("WARPGROUP.DEPBAR")]
+    return mix(body[: waits[-1]])["MUFU.EX2"] if waits else 0
+
+
+def main_bodies(code: Sequence[Instruction]) -> list[list[Instruction]]:
+    """The loops of main_loops()."""
     found = loops(code)
     mixes = {head: mix(code[i] for i in sorted(body)) for head, body in found.items()}
 
@@ -211,4 +222,4 @@ def main_loops(code: Sequence[Instruction]) -> list[tuple[int, Counter[str]]]:
 
     shown = [h for h in sorted(found) if works(h)]
     inner = [h for h in shown if not any(o != h and found[o] < found[h] for o in shown)]
-    return [(len(found[h]), mixes[h]) for h in inner]
+    return [[code[i] for i in sorted(found[h])] for h in inner]

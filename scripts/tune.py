@@ -1,7 +1,10 @@
 """Find tuning rows: `python -m scripts.tune --backend triton --points d=128,mask=causal,S=4096` on the GPU to tune for.
 
-Every candidate Tile is built, its result checked, then all that are right run interleaved (perf/series.py); the fastest
-few run again for longer. Printed last: a table, and rows for the backend's tiles.py with the measurement they rest on.
+Every candidate is built, its result checked, then all that are right run interleaved (perf/series.py); the fastest few
+run again for longer. Printed last: a table, and rows for the backend's tiles.py with the measurement they rest on.
+
+A row of the Hopper forward is a tile and a schedule: `--backend sm90 --tile-m 128 --tile-n 112,128 --votes 0,1
+--late 0,1 --ahead 0,2,16 --draws 0,1 --jobs 16`. What is not named stays as the present row has it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -23,11 +26,13 @@ from cute_flash.runtime import compiler
 from cute_flash.spec.device import Device, describe
 from cute_flash.spec.mask import Mask
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
+from cute_flash.spec.problem import BACKWARD, FORWARD, SHORT_KEYS, Problem
 from perf import check, points
 from perf.bench import reason
 from perf.series import Inputs, interleave, quantile
 
+AXES = ("tile_m", "tile_n", "stages", "warps")  # of a Tile, tried by default
+SCHEDULE = ("votes", "late", "ahead")  # of a Tile too, where they are named
 GRIDS = {  # backend -> values tried of (tile_m, tile_n, stages, warps)
     "triton": ((64, 128), (32, 64, 128), (1, 2, 3, 4), (4, 8)),
     "sm90": ((128, 192), (64, 80, 96, 112, 128, 144, 160, 176), (2, 3), (0,)),
@@ -43,8 +48,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--backend", choices=sorted(GRIDS), required=True)
     add("--points", default="d=128,mask=causal,S=4096", help="as perf/bench.py; + joins")
     add("--where", default="", help="only points that have these values")
-    for name in ("tile-m", "tile-n", "stages", "warps"):
-        add(f"--{name}", default="", help="comma-separated values instead of the grid's")
+    for name in AXES:
+        add(f"--{name.replace('_', '-')}", default="", help="comma-separated values instead of the grid's")
+    for name in (*SCHEDULE, "draws"):
+        add(f"--{name.replace('_', '-')}", default="", help="comma-separated values; default: the present row's")
     add("--lse", action="store_true", help="tune the forward that also writes LSE, as training runs it")
     add("--seconds", type=float, default=1.0, help="of the final series of each point")
     add("--jobs", type=int, default=1, help="processes that compile ahead into the disk caches")
@@ -55,19 +62,31 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-AXES = ("tile_m", "tile_n", "stages", "warps")
-
-
-def candidates(args: argparse.Namespace, plan: Plan) -> list[Tile]:
+def candidates(args: argparse.Namespace, plan: Plan) -> list[Plan]:
     """What the backend holds worth measuring; the grid where values were given or the backend says nothing."""
+    present = plan.tile or Tile(0, 0)
+
+    def asked(name: str, default: tuple) -> tuple:
+        given = getattr(args, name)
+        return tuple(type(default[0])(int(value)) for value in given.split(",")) if given else default
+
     tiles = importlib.import_module(f"cute_flash.arch.{args.backend}.tiles")
     if hasattr(tiles, "candidates") and not any(getattr(args, name) for name in AXES):
-        return list(tiles.candidates(plan))
-    axes = []
-    for name, default in zip(AXES, GRIDS[args.backend], strict=True):
-        asked = getattr(args, name)
-        axes.append(tuple(int(value) for value in asked.split(",")) if asked else default)
-    return [Tile(*axis) for axis in itertools.product(*axes)]
+        grid = list(tiles.candidates(plan))
+    else:
+        axes = [asked(name, default) for name, default in zip(AXES, GRIDS[args.backend], strict=True)]
+        grid = [replace(present, **dict(zip(AXES, axis, strict=True))) for axis in itertools.product(*axes)]
+    schedules = [asked(name, (getattr(present, name),)) for name in SCHEDULE]
+    return [
+        replace(plan, tile=replace(tile, **dict(zip(SCHEDULE, schedule, strict=True))), draws=draws)
+        for tile, schedule, draws in itertools.product(
+            grid, itertools.product(*schedules), asked("draws", (plan.draws,))
+        )
+    ]
+
+
+def named(plan: Plan) -> str:
+    return f"{plan.tile} warps={plan.tile.warps if plan.tile else 0}" + (" drawn" if plan.draws else "")
 
 
 @dataclass(frozen=True)
@@ -94,16 +113,19 @@ class Bench:
             heads_kv=point.heads_kv,
             mask=Mask(left=point.left is not None, right=point.causal, causal=point.causal),
             lse=args.lse or point.direction == "bwd",
+            short=point.direction == "fwd" and point.seqlen_k <= SHORT_KEYS,
         )
         if refusals := backend.refuse(problem):
             raise SystemExit(f"{args.backend} refuses {problem}: {'; '.join(refusals)}")
         inputs = Inputs.draw(point, device, seed=0)
         return Bench(point, inputs, inputs.reference(point), backend.plan(problem), backend)
 
-    def candidate(self, tile: Tile) -> tuple[Callable[[], None], tuple[torch.Tensor, ...]]:
-        """(launch, what it writes) of one tile, compiled."""
-        plan, i = replace(self.plan, tile=tile), self.inputs
-        kernel, numbers = compiler.kernel_for(self.backend, plan).kernel, self.point.numbers
+    def candidate(self, plan: Plan) -> tuple[Callable[[], None], tuple[torch.Tensor, ...]]:
+        """(launch, what it writes) of one plan, compiled."""
+        i, numbers = self.inputs, self.point.numbers
+        kernel = compiler.kernel_for(self.backend, plan).kernel
+        if plan.draws:
+            numbers = (*numbers, torch.zeros(1, dtype=torch.int32, device=i.q.device))
         lse = self.exact.lse.to(torch.float32).contiguous()
         if i.dout is None:
             out = i.q.new_empty(*i.q.shape[:3], self.point.head_dim_v)
@@ -112,9 +134,9 @@ class Bench:
         out, grads = self.exact.out.to(i.q.dtype), tuple(torch.empty_like(x) for x in (i.q, i.k, i.v))
         return (lambda: kernel(i.dout, i.q, i.k, i.v, out, lse, None, *grads, *numbers)), grads
 
-    def checked(self, tile: Tile) -> Callable[[], None]:
+    def checked(self, plan: Plan) -> Callable[[], None]:
         """The candidate's run, captured on a GPU; raises where its result is wrong."""
-        launch, written = self.candidate(tile)
+        launch, written = self.candidate(plan)
         launch()
         run = launch
         if self.inputs.q.device.type == "cuda":
@@ -142,22 +164,22 @@ def compile_ahead(args: argparse.Namespace, argv: Sequence[str]) -> None:
         worker.wait()
 
 
-def compile_share(bench: Bench, tiles: Sequence[Tile], share: str) -> None:
+def compile_share(bench: Bench, plans: Sequence[Plan], share: str) -> None:
     first, step = (int(number) for number in share.split("/"))
-    for tile in tiles[first::step]:
+    for plan in plans[first::step]:
         try:
-            bench.candidate(tile)[0]()
+            bench.candidate(plan)[0]()
         except Exception as error:
-            print(f"{tile}: {reason(error)}", flush=True)
+            print(f"{plan}: {reason(error)}", flush=True)
 
 
-def tune(bench: Bench, tiles: Sequence[Tile], seconds: float) -> list[tuple[Tile, float]]:
-    """(tile, median microseconds) of all that are right, fastest first."""
+def tune(bench: Bench, plans: Sequence[Plan], seconds: float) -> list[tuple[Plan, float]]:
+    """(plan, median microseconds) of all that are right, fastest first."""
     runs: dict[str, Callable[[], None]] = {}
-    named = {f"{tile} warps={tile.warps}": tile for tile in tiles}
-    for name, tile in named.items():
+    by_name = {named(plan): plan for plan in plans}
+    for name, plan in by_name.items():
         try:
-            runs[name] = bench.checked(tile)
+            runs[name] = bench.checked(plan)
         except Exception as error:
             print(f"  {name}: {reason(error)[:150]}", flush=True)
     if not runs:
@@ -167,27 +189,32 @@ def tune(bench: Bench, tiles: Sequence[Tile], seconds: float) -> list[tuple[Tile
     best = sorted(first, key=first.__getitem__)[:FINALISTS]
     final = {n: quantile(t, 0.5) for n, t in interleave({n: runs[n] for n in best}, device, seconds).items()}
     ranked = sorted({**first, **final}.items(), key=lambda item: (item[0] not in final, item[1]))
-    return [(named[name], median) for name, median in ranked]
+    return [(by_name[name], median) for name, median in ranked]
 
 
-def show(bench: Bench, ranked: Sequence[tuple[Tile, float]]) -> str:
+def spelled(tile: Tile | None) -> str:
+    """As a row has it: what differs from a Tile's defaults."""
+    if tile is None:
+        return "None"
+    shown = (f for f in fields(tile) if f.name in AXES or getattr(tile, f.name) != f.default)
+    return f"Tile({', '.join(f'{f.name}={getattr(tile, f.name)}' for f in shown)})"
+
+
+def show(bench: Bench, ranked: Sequence[tuple[Plan, float]]) -> str:
     """The table of one point and the row it suggests."""
-    point, present = bench.point, bench.plan.tile
-    lines = [
-        f"{point}: {len(ranked)} candidates are right; at present {present} warps={present.warps if present else 0}"
-    ]
-    for tile, median in ranked:
-        mark = "  <- present" if tile == present else ""
-        rate = point.flops / median * 1e-6
-        lines.append(f"  {tile!s:24} warps={tile.warps}  {median:10.1f} us {rate:7.1f} TFLOP/s{mark}")
+    point = bench.point
+    lines = [f"{point}: {len(ranked)} candidates are right; at present {named(bench.plan)}"]
+    for plan, median in ranked:
+        mark = "  <- present" if plan == bench.plan else ""
+        lines.append(f"  {named(plan):40} {median:10.1f} us {point.flops / median * 1e-6:7.1f} TFLOP/s{mark}")
     if ranked:
-        (tile, median), runner_up = ranked[0], ranked[min(1, len(ranked) - 1)]
+        (plan, median), runner_up = ranked[0], ranked[min(1, len(ranked) - 1)]
         name = torch.cuda.get_device_name() if bench.inputs.q.is_cuda else "CPU, not a measurement"
-        spelled = ", ".join(f"{n}={getattr(tile, n)}" for n in AXES)
         lines.append(
-            f"  row: ({bench.plan.head_dim}, {bench.plan.head_dim_v}, {point.mask!r}): Tile({spelled}),  "
-            f"# {name}, {datetime.date.today()}: {point.flops / median * 1e-6:.0f} TFLOP/s at {point}; "
-            f"next {runner_up[0]} warps={runner_up[0].warps} {point.flops / runner_up[1] * 1e-6:.0f}"
+            f"  row: ({plan.head_dim}, {plan.head_dim_v}, {point.mask!r}): {spelled(plan.tile)},  "
+            f"# {name}, {datetime.date.today()}{', drawn' if plan.draws else ''}: "
+            f"{point.flops / median * 1e-6:.0f} TFLOP/s at {point}; "
+            f"next {named(runner_up[0])} {point.flops / runner_up[1] * 1e-6:.0f}"
         )
     return "\n".join(lines)
 
@@ -200,11 +227,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [p for text in args.points.split("+") for p in points.parse(text.strip()) if points.matches(p, args.where)]
     for point in chosen:
         bench = Bench.open(args, point.shrunk() if args.dry else point)
-        tiles = candidates(args, bench.plan)
+        plans = candidates(args, bench.plan)
         if args.share:
-            compile_share(bench, tiles, args.share)
+            compile_share(bench, plans, args.share)
             continue
-        print(show(bench, tune(bench, tiles, args.seconds)), flush=True)
+        print(show(bench, tune(bench, plans, args.seconds)), flush=True)
     return 0
 
 

@@ -4,7 +4,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Boolean, Float32, Int32
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -59,6 +59,14 @@ def exp2_polynomial(x: tuple[Float32, Float32], degree: int) -> tuple[Float32, F
 def fresh(x: Int32) -> Int32:
     """x, but the compiler cannot know: what a loop computes from it is not moved out, to hold a register there."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+SIGNALING = 0x7FB12345  # a NaN that no arithmetic makes: its results are quiet
+
+
+def is_result(x: Float32) -> Boolean:
+    """True for whatever an addition or exp2 gives, infinities and NaN included; the compiler cannot know."""
+    return _bits(x) != SIGNALING
 
 
 def mul_rn(a: Float32, b: Float32) -> Float32:

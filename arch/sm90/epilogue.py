@@ -82,10 +82,8 @@ def _quad_transpose(words: list, thread: Int32) -> list:
 
     def exchange(low, high, chosen, offset: int):
         """Lanes with `chosen` keep `high` and give `low` away, the others the reverse. -> (of lower lane, of upper)"""
-        given = Int32(cutlass.select_(chosen, low, high))
-        kept = Int32(cutlass.select_(chosen, high, low))
-        taken = cute.arch.shuffle_sync_bfly(given, offset=offset)
-        return Int32(cutlass.select_(chosen, taken, kept)), Int32(cutlass.select_(chosen, kept, taken))
+        taken = cute.arch.shuffle_sync_bfly(Int32(cutlass.select_(chosen, low, high)), offset=offset)
+        return Int32(cutlass.select_(chosen, taken, low)), Int32(cutlass.select_(chosen, high, taken))
 
     first, second = exchange(words[0], words[1], odd, 1), exchange(words[2], words[3], odd, 1)
     even_half, odd_half = exchange(first[0], second[0], upper, 2), exchange(first[1], second[1], upper, 2)
@@ -94,19 +92,23 @@ def _quad_transpose(words: list, thread: Int32) -> list:
 
 @cute.jit
 def store_direct(o: cute.Tensor, rows: cute.Tensor, thread: Int32, row_start: Int32, dtype: cutlass.Constexpr):
-    """rows (seqlen_q, head_dim_v): O from registers, 16 bytes a thread and store, where shared memory has no room."""
+    """rows (seqlen_q, head_dim_v): O from registers, 16 bytes a thread and store, where shared memory has no room.
+
+    One address a row, then constants: two warps of a scheduler do this at the same time, and little else runs."""
     packed = cute.make_rmem_tensor((cute.size(o) // 2,), Int32)
     pack_fragment(o, packed, dtype)
     column = 8 * (thread % 4)
     for r in cutlass.range_constexpr(2):
         row = row_start + first_row(thread) + 8 * r
+        place = cute.domain_offset((row, column), rows).iterator.toint()
+        columns = Int32(cutlass.select_(row < rows.shape[0], rows.shape[1] - column, Int32(0)))
         for block in cutlass.range_constexpr(cute.size(packed) // 8):
             words = _quad_transpose([packed[r + 2 * (4 * block + g)] for g in range(4)], thread)
-            if row < rows.shape[0] and column + 32 * block < rows.shape[1]:
-                target = cute.domain_offset((row, column + 32 * block), rows).iterator
-                cute.arch.inline_ptx(
-                    "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[target.toint(), *words]
-                )
+            cute.arch.inline_ptx(
+                f"st.global.v4.b32 [{{$r0}} + {64 * block}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
+                read_only_args=[place, *words],
+                predicate=32 * block < columns,
+            )
 
 
 @cute.jit

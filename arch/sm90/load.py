@@ -47,6 +47,13 @@ def _fetch(pipe: pipelines.PipelineTmaAsync, state: pipelines.PipelineState, cop
     )
 
 
+@cute.jit
+def prefetch(copy: TileCopy):
+    """A tile into L2."""
+    with cute.arch.elect_one():
+        cute.prefetch(copy.atom, copy.source)
+
+
 class Loads(NamedTuple):
     """Of one query tile; q.source has a single tile."""
 
@@ -56,14 +63,21 @@ class Loads(NamedTuple):
 
 
 @cute.jit
-def load_first(pipes: ForwardPipelines, states: tuple, loads: Loads, tiles: KeyTiles):
-    """Q and the first K. These run in one converged warp. -> the states, moved on."""
+def load_first(
+    pipes: ForwardPipelines, states: tuple, loads: Loads, tiles: KeyTiles, keys_first: cutlass.Constexpr[bool]
+):
+    """Q and the first K. These run in one converged warp. -> the states, moved on.
+
+    `keys_first` where Q has one slot: K has a free one a step before the last scores are done with Q."""
     q_state, k_state, v_state = states
     q = loads.q
+    if cutlass.const_expr(keys_first):
+        _fetch(pipes.k, k_state, loads.k, tiles.last - 1)
     pipes.q.producer_acquire(q_state)
     cute.copy(q.atom, q.source, q.target[None, q_state.index], tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
     q_state.advance()
-    _fetch(pipes.k, k_state, loads.k, tiles.last - 1)
+    if cutlass.const_expr(not keys_first):
+        _fetch(pipes.k, k_state, loads.k, tiles.last - 1)
     k_state.advance()
     return q_state, k_state, v_state
 

@@ -39,11 +39,19 @@ def _tree(values: list, combine) -> Float32:
 
 
 @cute.jit
-def softmax_step(scores: cute.Tensor, state: RowState, scale_log2: Float32, masked: cutlass.Constexpr[bool]):
+def softmax_step(
+    scores: cute.Tensor,
+    state: RowState,
+    scale_log2: Float32,
+    masked: cutlass.Constexpr[bool],
+    ahead: cutlass.Constexpr[int] = 1,
+):
     """Scores become exp2(scale * (score - maximum)); the state takes the new maximum, sum and rescale factor.
 
     After an unmasked tile every row has seen a key, so only masked tiles pay for the -inf guard.
+    -> sums of probabilities that are there when the first `ahead` of both rows are: never below 0, NaN perhaps.
     """
+    witnesses = []
     view = rows_view(scores)  # (2, tile_n / 4)
     rows = [[view[r, c] for c in range(cute.size(view, mode=[1]))] for r in range(2)]  # read once: compile time
     maxima = _row_maxima(rows, state)
@@ -57,9 +65,12 @@ def softmax_step(scores: cute.Tensor, state: RowState, scale_log2: Float32, mask
             probability = exp2(rows[r][c] * scale_log2 - subtrahend)
             view[r, c] = probability
             partial[c % 2] = probability if c < 2 else partial[c % 2] + probability
+            if cutlass.const_expr(c + 1 == ahead):
+                witnesses.append(partial[c % 2])
         state.maximum[r] = maxima[r]
         state.rescale[r] = rescale
         state.total[r] = state.total[r] * rescale + (partial[0] + partial[1])
+    return witnesses
 
 
 def scale_rows(o: cute.Tensor, factors: tuple[Float32, Float32]):

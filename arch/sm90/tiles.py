@@ -12,31 +12,41 @@ WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every t
 # (width of q and k, width of v, mask) -> Tile. TFLOP/s on an NVIDIA H200, 2026-11-30, bf16, 16384 tokens,
 # heads = 2048 // head_dim, kernel time by graph replay, cards throttling: compare within a line only.
 # Entries of a line may differ in the order of waits too, which is worth 2%.
+#
+# votes, in percent: S=512 1024 4096 16384 (perf/results/hopper_tiles.csv): d=64 -1.8 -1.0 +1.0 +2.2; d=96 +0.8 -0.2
+# +0.9 +2.9; d=256 +0.8 +0.6 +1.8 +3.6, causal -1.4 -0.7 +1.1 +2.3. It loses at d=64 causal and d=96 causal.
+# late: S=512 1024 2048 4096 16384 (perf/results/hopper_schedules.csv, process 3): (192,128) 0 +0.5 +1.4 +2.0 +2.9,
+# causal 0 +0.2 +0.7 +1.2 +2.1; d=96 0 -0.4 0 +0.3 +1.6, causal +0.3 +0.7 +1.0 +1.2 +1.4; d=128 window of 1024 +0.9. It
+# loses at d=64 causal (0.4 to 2.2) and d=256 (up to 2.3).
+# votes and late (process 6): d=128 -0.2 to +0.6 +0.5 +1.1 +2.3 +3.4; (192,128) over late alone S=512 1024 4096 +1.5
+# +1.8 +2.7, causal 4096 +1.2.
+# ahead (process 6): all of the softmax before the wait for P V loses 3 to 8% everywhere, half of it 1 to 3% at d=64
+# and 96. With votes and late it gains at d=128 causal 4096 +2.5, 16384 +2.8 (1024 +0.4), at d=192 full 2048 +1.9.
 FORWARD = {
     # S=16384: 537, against 493 for 192x112, 391 for 128x128
-    (64, 64, "full"): Tile(192, 128, stages=2),
+    (64, 64, "full"): Tile(192, 128, stages=2, votes=True),
     # S=16384: 519; at S=1024 238 where 128x128 has 257
     (64, 64, "causal"): Tile(192, 128, stages=2),
     # S=16384: 604, against 530 for 128x128, 566 for 128x160, 575 for 192x96
-    (96, 96, "full"): Tile(192, 112, stages=2),
+    (96, 96, "full"): Tile(192, 112, stages=2, votes=True, late=True),
     # S=4096: 560, against 519 for 128x128, 545 for 192x112; S=16384: 611, against 560 and 613
-    (96, 96, "causal"): Tile(192, 96, stages=2),
-    # S=16384: 652, against 644 for 128x176, 640 for 128x160; S=1024: 545 against 521 and 502
-    (128, 128, "full"): Tile(128, 128, stages=2),
-    # S=16384: 651, against 639 for 128x176, 652 for 128x160; S=1024: 389 against 349 and 358
-    (128, 128, "causal"): Tile(128, 128, stages=2),
+    (96, 96, "causal"): Tile(192, 96, stages=2, late=True),
+    # S=16384: 688, against 692 for 128x176, 665 without votes; S=4096: 665, 650, 650; S=1024: 607, 552 (process 5), 604
+    (128, 128, "full"): Tile(128, 128, stages=2, votes=True, late=True),
+    # S=16384: 678, against 684 for 128x176, 660 for nothing of votes, late, ahead; S=4096: 579, 566 (process 5), 574
+    (128, 128, "causal"): Tile(128, 128, stages=2, votes=True, late=True, ahead=16),
     # S=16384: 761, against 685 for 128x112
-    (192, 128, "full"): Tile(128, 128, stages=2),
+    (192, 128, "full"): Tile(128, 128, stages=2, votes=True, late=True),
     # S=16384: 703, against 709 for 128x112; S=1024: 375 against 358
-    (192, 128, "causal"): Tile(128, 128, stages=2),
-    # S=16384: 724, against 704 for 128x96
-    (192, 192, "full"): Tile(128, 112, stages=2),
+    (192, 128, "causal"): Tile(128, 128, stages=2, votes=True, late=True),
+    # S=16384: 724, against 704 for 128x96; S=4096: 697 (695 without ahead), against 666 for 128x80
+    (192, 192, "full"): Tile(128, 112, stages=2, ahead=14),
     # S=16384: 792, against 745 for 128x96
     (192, 192, "causal"): Tile(128, 112, stages=2),
     # S=16384: 707, against 662 for 128x64
-    (256, 256, "full"): Tile(128, 80, stages=2),
+    (256, 256, "full"): Tile(128, 80, stages=2, votes=True),
     # S=16384: 685, against 661 for 128x64
-    (256, 256, "causal"): Tile(128, 80, stages=2),
+    (256, 256, "causal"): Tile(128, 80, stages=2, votes=True),
 }
 
 # The same where there are at most problem.SHORT_KEYS keys (perf/results/hopper_schedules.csv): a tile is a few steps
@@ -45,11 +55,13 @@ SHORT = {
     # S=512: 270, against 239 for 192x128; S=1024: 334 against 305 (S=2048: 417 against 443)
     (64, 64, "causal"): Tile(128, 128, stages=2),
     # S=512: 491, against 449 for 192x112, 426 for 192x96; S=1024: 560, 512, 522 (S=2048: 602, 645, 634)
-    (96, 96, "full"): Tile(128, 128, stages=2),
+    (96, 96, "full"): Tile(128, 128, stages=2, late=True),
     # S=512: 307, against 245 for 192x96; S=1024: 412 against 336 (S=2048: 522 against 525)
-    (96, 96, "causal"): Tile(128, 128, stages=2),
+    (96, 96, "causal"): Tile(128, 128, stages=2, late=True),
+    # S=1024: 475, against 468 for the row of longer ones
+    (128, 128, "causal"): Tile(128, 128, stages=2),
     # S=512: 352, against 329 for 128x128, 320 for 128x96; S=1024: 476, 466, 462 (S=2048: 580, 606, 599)
-    (192, 128, "causal"): Tile(128, 64, stages=2),
+    (192, 128, "causal"): Tile(128, 64, stages=2, late=True),
     # S=512: 518, against 506 for 128x112, 522 for 128x64; S=1024: 655, 611, 631 (S=2048: 725, 715, 704)
     (192, 192, "full"): Tile(128, 80, stages=2),
     # S=512: 349, against 305 for 128x112, 333 for 128x80; S=1024: 491, 456, 487 (S=2048: 613, 605, 625)
@@ -57,18 +69,6 @@ SHORT = {
     # S=512: 351, against 332 for 128x80; S=1024: 494, 478 (S=2048: 617, 614)
     (256, 256, "causal"): Tile(128, 64, stages=2),
 }
-
-# Where a warp votes whether O needs rescaling at all. perf/results/hopper_tiles.csv, S=512 1024 4096 16384, in percent:
-# d=64 -1.8 -1.0 +1.0 +2.2; d=96 +0.8 -0.2 +0.9 +2.9; d=256 +0.8 +0.6 +1.8 +3.6; d=256 causal -1.4 -0.7 +1.1 +2.3.
-# It loses elsewhere: d=128 -1.7 -0.7 -0.1 +1.5, causal -1.7 -2.3 -3.8 -1.5; d=64 causal 0 +0.7 +1.3 +3.5 but -0.7 to
-# +0.9 in two other runs.
-SKIPS_RESCALE = {(64, 64, "full"), (96, 96, "full"), (256, 256, "full"), (256, 256, "causal")}
-
-# Where O is rescaled under the next scores, not at once. S=512 1024 2048 4096 16384, in percent: (192,128) 0 +0.5 +1.4
-# +2.0 +2.9, causal 0 +0.2 +0.7 +1.2 +2.1; d=96 0 -0.4 0 +0.3 +1.6, causal +0.3 +0.7 +1.0 +1.2 +1.4; d=128 -0.2 +0.2
-# +0.6 +0.7 +1.0, causal -0.3 -0.4 -0.2 +0.1 -5.6; window of 1024 +0.9. It loses at d=64 causal (0.4 to 2.2) and d=256
-# (up to 2.3).
-RESCALES_FIRST = {(192, 128, "full"), (192, 128, "causal"), (96, 96, "full"), (96, 96, "causal"), (128, 128, "full")}
 
 DRAWN_FULL = {(64, 64), (192, 192)}  # see draws
 
@@ -101,12 +101,6 @@ def forward_registers(tile: Tile, width_v: int) -> int:
     return tile.tile_n // 2 + tile.tile_n // 4 + width_v // 2
 
 
-def skips_rescale(tile: Tile, width_qk: int, width_v: int, mask: str) -> bool:
-    """For the very rows measured: the code of another tile is another matter."""
-    row = (width_qk, width_v, mask)
-    return row in SKIPS_RESCALE and FORWARD[row] == tile
-
-
 def draws(width_qk: int, width_v: int, mask: str, short: bool, softcap: bool) -> bool:
     """Do CTAs draw their tiles? For unequal tiles it is worth 3 to 25%; equal ones gain 2% at most, want a kernel of
     their own for it, and with few keys gain less than the counter costs the host. Kernels that take bounds always draw.
@@ -116,11 +110,6 @@ def draws(width_qk: int, width_v: int, mask: str, short: bool, softcap: bool) ->
     d=64 466/470 557/568 558/564; d=128 646/646 719/720 671/672; d=192 607/617 764/771 745/744.
     """
     return mask != "full" or softcap or ((width_qk, width_v) in DRAWN_FULL and not short)
-
-
-def rescales_first(width_qk: int, width_v: int, mask: str) -> bool:
-    row = (width_qk, width_v, mask)
-    return row in RESCALES_FIRST or (width_qk == width_v == 128 and mask not in ("full", "causal"))
 
 
 def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False, softcap: bool = False) -> Tile:
@@ -137,13 +126,16 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     if exact:
         return exact
     tile_m, budget = (192, 132) if max(width_qk, width_v) <= 64 else (128, 192)
+    late = width_qk == width_v == 128 and mask not in ("full", "causal")
     for tile_n in (128, 112, 96, 80, 64, 48, 32):
-        tile = Tile(tile_m, tile_n, stages=2)
+        tile = Tile(tile_m, tile_n, stages=2, late=late)
         fits = forward_smem_bytes(tile, width_qk, width_v) <= SMEM_LIMIT
         if fits and forward_registers(tile, width_v) <= budget:
             return tile
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
 
+
+ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward take turns at dQ
 
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
@@ -167,21 +159,26 @@ def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return _halved(head_dim), _halved(head_dim_v)
 
 
+WHOLE_WIDTHS = 320  # of dK and dV together at most where a warpgroup holds all columns of 64 keys
+
+
 def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
-    """Rows measured: perf/results/hopper_backward_variants.csv, d=64 causal S=4096 469 against 392 for 64 rows.
+    """Rows measured: perf/results/hopper_backward_variants.csv, d=64 causal S=4096 488 against 404 for 64 rows.
 
     Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
     and dV, tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240
-    registers (with a softcap or a window it spills a few words), else 64. Apart, 64 keys and 64 rows (dQ: DQ_TILE)."""
+    registers (with a softcap or a window it spills a few words), else 64. Apart, 64 rows (dQ: DQ_TILE) and 128 keys
+    where dK and dV of 64 fit a warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more), else
+    64 (dkdv.py)."""
     width_qk, width_v = backward_widths(head_dim, head_dim_v)
     if not fused_backward(head_dim, head_dim_v):
-        return Tile(64, 64, stages=2)
+        return Tile(64, 128 if width_qk + width_v <= WHOLE_WIDTHS and plain else 64, stages=2)
     return Tile(128 if width_qk + width_v <= 128 and plain else 64, 128, stages=2)
 
 
-def dq_width(width_qk: int, tile: Tile) -> int:
+def dq_width(width_qk: int, tile: Tile, variant: str) -> int:
     """Of K and dQ in the fused kernel: two warpgroups share the columns of dQ where a tile has 64 rows."""
-    return _halved(width_qk) if tile.tile_m == 64 else width_qk
+    return _halved(width_qk) if tile.tile_m == 64 and variant != ALTERNATE else width_qk
 
 
 # Of the kernel for dQ where the kernels are apart: two warpgroups of 64 rows; K has two slots, V one. Both kernels
@@ -190,24 +187,41 @@ def dq_width(width_qk: int, tile: Tile) -> int:
 DQ_TILE = Tile(128, 64, stages=2)
 
 
-def backward_variant(head_dim: int, head_dim_v: int) -> str:
-    return "" if fused_backward(head_dim, head_dim_v) else APART
+# Where tiles have 64 rows: does one MMA warpgroup make all of a tile's dQ, and the other that of the next tile? NVIDIA
+# H200, 2026-11-30, half of the columns each / in turn, S=4096: d=128 full 556 566, causal 515 513 (S=1024: 454 455,
+# 363 357); d=96 causal 456 495, because halves of 48 columns are none that wgmma reads, and K and dQ are 128 wide
+# instead (perf/results/hopper_backward_variants.csv, run 4).
+ALTERNATING = {(128, 128, "full")}
+
+
+def backward_variant(head_dim: int, head_dim_v: int, mask: str, tile: Tile) -> str:
+    if not fused_backward(head_dim, head_dim_v):
+        return APART
+    widths = width(head_dim), width(head_dim_v)
+    gains = widths[0] % 64 != 0 or (*widths, mask) in ALTERNATING
+    return ALTERNATE if tile.tile_m == 64 and gains else ""
 
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == APART:
-        return (replace(plan, tile=Tile(64, 64, stages=3)),) if plan.head_dim < 256 else ()
+        return (replace(plan, tile=Tile(64, 64, stages=2)),)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
-    return tuple(replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows)
+    tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
+    return tuple(
+        replace(each, variant=variant)
+        for each in tiles
+        for variant in ("", ALTERNATE)
+        if each.tile.tile_m == 64 or variant == ""
+    )
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:
     """dQ while it is summed, where it is, then LSE and delta of every row; if in turn, a counter for both parts of a
-    tile."""
+    tile; the counter of units and one for every head of K and V."""
     if plan.tile is None:
         raise ValueError(f"a plan without a tile has no scratch: {plan}")
     if plan.variant == APART:
-        return ScratchRule(plan.tile.tile_m, 2)
-    width_dq = dq_width(plan.head_dim, plan.tile)
-    return ScratchRule(plan.tile.tile_m, width_dq + 2, 2 if plan.deterministic else 0)
+        return ScratchRule(plan.tile.tile_m, 2, 2)
+    width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
+    return ScratchRule(plan.tile.tile_m, width_dq + 2, 4 if plan.deterministic else 2)

@@ -4,6 +4,7 @@ Scores of a key tile and O += P V of the one before are in flight together, and 
 inside a query tile and, where shared memory has room for two of Q, from one query tile to the next.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import cutlass
@@ -14,7 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_flash.spec.plan import Plan
 
-from ..common.numeric import pack_fragment
+from ..common.numeric import is_result, pack_fragment
 from ..common.order import Sizes
 from ..common.rowstate import RowState, reset, settle
 from .epilogue import (
@@ -33,7 +34,7 @@ from .pipeline import ForwardPipelines, Turn, forward_states, grant_first_turn, 
 from .queue import TicketRing, receive, ticket_states
 from .schedule import forward_schedule
 from .softmax import cap_scores, finish, rescale_if_any, rescale_output, softmax_step
-from .tiles import o_apart, q_slots, rescales_first, skips_rescale
+from .tiles import o_apart, q_slots
 from .units import Unit, Units
 
 
@@ -60,11 +61,9 @@ class Walk:
         self.tile, self.mask, self.softcap, self.dtype, self.units = plan.tile, plan.mask, plan.softcap, dtype, units
         self.schedule = forward_schedule(plan.tile, plan.head_dim_v)
         self.mmas = ForwardMmas(plan.tile, plan.head_dim_v, dtype)
-        self.skips_rescale = skips_rescale(plan.tile, plan.head_dim, plan.head_dim_v, str(plan.mask))
         self.o_apart = o_apart(plan.tile, plan.head_dim, plan.head_dim_v)
         self.q_slots = q_slots(plan.tile, plan.head_dim, plan.head_dim_v)
         self.carries = self.q_slots > 1
-        self.rescales_first = rescales_first(plan.head_dim, plan.head_dim_v, str(plan.mask))
         self.output_shape = OutputShape(plan.head_dim_v, self.schedule.mma_threads)
 
     @cute.jit
@@ -165,7 +164,7 @@ class Walk:
     def leave(self, context: MmaContext, states: tuple):
         """The last P V of a unit, with nothing else in flight."""
         q_state, k_state, v_state = states
-        if cutlass.const_expr(self.rescales_first):
+        if cutlass.const_expr(self.tile.late):
             self.rescale(context.frags, context)
         wait_full(context.pipes.v, v_state)
         issue_output(self.mmas, context.frags, v_state.index)
@@ -184,15 +183,27 @@ class Walk:
         q_state.advance()
         wait_full(pipes.q, q_state)
         self.issue_both(context, (q_state, k_state, v_state))
+        k_read = k_state.clone()
         k_state.advance()
         settle(context.state, context.done)
         reset(context.state)
-        self.probabilities(context, following.row_start, following.tiles.last - 1, True)
+        witnesses = self.probabilities(context, following.row_start, following.tiles.last - 1, True)
+        self.release_k_after(pipes, k_read, witnesses)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         v_state.advance()
         pack_fragment(frags.s, frags.p_packed, self.dtype)
         return q_state, k_state, v_state
+
+    @cute.jit
+    def release_k_after(self, pipes: ForwardPipelines, k_state, witnesses: list):
+        """Not before the witnesses are there, which they are for certain: an arrival and the wait for P V stay in
+        order, so that ptxas leaves so much of the softmax before the wait, under P V."""
+        if cutlass.const_expr(self.tile.ahead > 0):
+            there = pipes.k.is_signaling_thread
+            for witness in witnesses:
+                there = there & is_result(witness)
+            replace(pipes.k, is_signaling_thread=there).consumer_release(k_state)
 
     def release_q_after(self, pipes: ForwardPipelines, q_state, place: tuple):
         """With one slot the next Q is wanted at once: after the last scores of a unit, not after their softmax."""
@@ -211,7 +222,7 @@ class Walk:
         unit, following = units
         q_state, k_state, v_state = states
         q_state.advance()
-        if cutlass.const_expr(self.rescales_first):
+        if cutlass.const_expr(self.tile.late):
             self.rescale(frags, context)
         wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
@@ -244,7 +255,7 @@ class Walk:
                 mask_window(scores, context.thread, place, context.seqlens, context.bounds, self.mask, self.tile)
             else:
                 mask_scores(scores, context.thread, row_start, key_start, context.seqlens, self.mask.causal)
-        softmax_step(scores, context.state, context.scale_log2, masked)
+        return softmax_step(scores, context.state, context.scale_log2, masked, max(1, self.tile.ahead))
 
     @cute.jit
     def step(self, context: MmaContext, states: tuple, place: tuple, masked: bool):
@@ -253,11 +264,12 @@ class Walk:
         q_state, k_state, v_state = states
         self.issue_both(context, (q_state, k_state, v_state))
         self.release_q_after(pipes, q_state, place)
-        self.probabilities(context, place[0], place[1], masked)
+        witnesses = self.probabilities(context, place[0], place[1], masked)
+        self.release_k_after(pipes, k_state, witnesses)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         pack_fragment(frags.s, frags.p_packed, self.dtype)
-        if cutlass.const_expr(not self.rescales_first):
+        if cutlass.const_expr(not self.tile.late):
             self.rescale(frags, context)
 
     @cute.jit
@@ -268,18 +280,19 @@ class Walk:
         wait_full(pipes.k, k_state)
         wait_turn(context.turn, self.schedule)
         issue_scores(self.mmas, frags, q_state.index, k_state.index)
-        if cutlass.const_expr(self.rescales_first):
+        if cutlass.const_expr(self.tile.late):
             self.rescale(frags, context)
         wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
         pass_turn(context.turn, self.schedule)
         warpgroup.wait_group(1)
-        pipes.k.consumer_release(k_state)
+        if cutlass.const_expr(self.tile.ahead == 0):
+            pipes.k.consumer_release(k_state)
 
     @cute.jit
     def rescale(self, frags: Fragments, context: MmaContext):
         """Of O, before the next P V: under the next scores where that is measured to be better, else at once."""
-        if cutlass.const_expr(self.skips_rescale):
+        if cutlass.const_expr(self.tile.votes):
             rescale_if_any(frags.o, context.state)
         else:
             rescale_output(frags.o, context.state)

@@ -89,7 +89,7 @@ def test_at_least_twenty_four_shapes():
 @pytest.mark.parametrize("keys, paired", [(128, False), (129, True), (300, False), (513, True)])
 def test_pairs_where_both_ctas_mostly_have_keys(keys, paired):
     launches = []
-    gradients(cell(128, (1, keys)), Schedule("eager", "round_robin", 0), ARCH, launches)
+    gradients(cell(128, (1, keys)), Schedule("eager", "round_robin", 0), ARCH, launches=launches)
     products = Counter()
     for launch in launches:
         products += launch["counters"].mma_by_shape

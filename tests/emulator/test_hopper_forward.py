@@ -42,7 +42,7 @@ def cell(dims, lengths, heads=(1, 1), splits: int | None = 1, sms=SMS, **fields)
 
 # Neighbours share a kernel: a process compiles each once. Tiles: 256 x 64 at 64 full, 128 x 128 at 64 and 96 causal, at
 # 128 and (192, 128), 192 x 112 at 96 full, 128 x 112 at 192, 128 x 80 at 256; long ones 192 x 128 at 64, 192 x 96 at 96
-# causal.
+# causal, and at 128 causal and 192 full part of the softmax is held before the wait for P V.
 FULL = (
     cell(64, (1, 1), batch=2),
     cell(64, (63, 65)),
@@ -102,6 +102,7 @@ LONG_FULL = (
     cell(64, (193, 127), long=True),
     cell(64, (64, 513), long=True, values="falling"),
     cell(64, (65, 129), dtype="float16", long=True),
+    cell(192, (129, 337), long=True, values="falling"),
 )
 LONG_CAUSAL = (
     cell(64, (193, 193), long=True),
@@ -109,6 +110,9 @@ LONG_CAUSAL = (
     cell(64, (193, 65), heads=(2, 1), long=True, sms=1),
     cell(96, (191, 97), long=True),
     cell(96, (193, 289), long=True, values="rising"),
+    cell(128, (129, 385), long=True, values="falling"),
+    cell(128, (193, 193), heads=(2, 1), long=True, sms=1),
+    cell(128, (65, 300), long=True, values="huge_score"),
 )
 SPLIT = (
     cell(64, (1, 300), heads=(7, 1), splits=None, causal=True),
@@ -179,6 +183,17 @@ def expects_split(each: Cell) -> bool:
     case = each.case
     tile = forward_tile(case.head_dim, case.head_dim_v, "causal" if case.causal else "full", short=not each.long)
     return each.splits != 1 and case.seqlen_k > max(tile.tile_n, SPLIT_KEYS)
+
+
+@pytest.mark.parametrize("hard", [float("nan"), float("inf"), -float("inf")])
+def test_ends_whatever_the_scores(hard):
+    """An arrival that waits for probabilities comes for every value of theirs; rows without such scores stay right."""
+    inputs = make_inputs(Case(1, 129, 257, 1, 1, 128, 128, True))
+    inputs.q[0, 64:, 0, 3] = hard
+    answer = attend(inputs, True, 1, long=True, mode="late", scheduler="random", seed=3)
+    exact = oracle.forward(*inputs.qkv, causal=True)
+    assert oracle.relative_error(answer.out[:, :64], exact.out[:, :64]) < 4e-3
+    assert answer.out[:, 64:].isnan().all()
 
 
 def test_without_lse(poisoned_empty):

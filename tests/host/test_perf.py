@@ -1,5 +1,6 @@
 """The measuring scripts without a GPU: the check that gates numbers, slices that resume, a worker that breaks."""
 
+import csv
 import sys
 import textwrap
 from dataclasses import replace
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from perf import baselines, bench, check, points, records, report, series, supervise
-from scripts import sass
+from cute_flash.spec.plan import Tile
+from perf import baselines, bench, check, points, records, report, series, supervise, train
+from scripts import sass, tune
 from tests import oracle
 
 FACTS = {"gpu": "none", "uuid": "u1", "commit": "c1"}
@@ -203,3 +205,39 @@ def test_a_wait_out_of_line_belongs_to_its_loop():
     assert len(code) == 10
     ((size, body),) = sass.main_loops(code)
     assert size == 8 and body["SYNCS"] == 1 and body["STL"] == 1 and body["HGMMA.64x128x16 SS"] == 1
+
+
+def test_exponentials_ahead_of_the_last_wait_are_counted():
+    opcodes = ("MUFU.EX2", "WARPGROUP.DEPBAR.LE", "MUFU.EX2", "MUFU.RCP", "WARPGROUP.DEPBAR.LE", "MUFU.EX2")
+    body = [sass.Instruction(frozenset(), False, opcode, "") for opcode in opcodes]
+    assert [sass.ahead_of_wait(body[:end]) for end in (1, 4, 6)] == [0, 1, 2]
+
+
+# ------------------------------------------------------------------------------------------------------ tuning rows
+
+
+def test_tuning_sweeps_tiles_and_schedules():
+    words = "--backend sm90 --tile-m 128 --tile-n 112,128 --stages 2 --votes 0,1 --ahead 0,16 --draws 0,1 --dry"
+    bench_ = tune.Bench.open(tune.arguments(words.split()), points.point(128, "full", 4096).shrunk())
+    plans = tune.candidates(tune.arguments(words.split()), bench_.plan)
+    assert len(plans) == len(set(plans)) == 16
+    assert {(p.tile.tile_n, p.tile.votes, p.tile.ahead, p.draws) for p in plans} >= {(112, True, 16, False)}
+    assert {p.tile.late for p in plans} == {bench_.plan.tile.late}, "what is not named stays"
+    assert all(eval(tune.spelled(p.tile), {"Tile": Tile}) == p.tile for p in plans), "a row can be pasted"
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def test_models_that_differ_by_their_attention_learn_alike(tmp_path: Path):
+    out = tmp_path / "train.csv"
+    words = ["--dry", "--steps", "12", "--contestants", "ours,fa2", "--commit", "c", "--out", str(out)]
+    assert train.main(words) == 0
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    curves = {name: [float(r["loss"]) for r in rows if r["contestant"] == name] for name in ("ours", "fa2")}
+    assert all(len(curve) == 12 and sum(curve[-3:]) / 3 < curve[0] - 0.3 for curve in curves.values())
+    assert max(abs(a - b) for a, b in zip(*curves.values(), strict=True)) < 0.02
+    assert all(float(row["ms"]) > 0 and row["commit"] == "c" for row in rows)
+    with pytest.raises(SystemExit):
+        train.arguments(["--width", "200"])
