@@ -76,12 +76,13 @@ def attention_kvcache(
         UnsupportedError: an input needs gradients; or no backend, or not the one asked for, can run this.
         BackendBuildError: a kernel failed to compile.
     """
-    key, call, cache = None, None, Cache(k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx)
+    key, call = None, None
+    cache = Cache(k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, k_new, v_new)
     options = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "return_lse": return_lse,
         "backend": backend,
     }  # fmt: skip
-    if not unknown and k_new is v_new is None:
+    if not unknown:
         try:
             kind, bounds = (causal, ()) if window is softcap is None else request.bounds(causal, window, softcap)
             dtype, (_, seqlen_q, heads_q, head_dim) = q.dtype, q.shape
@@ -108,7 +109,7 @@ def attention_kvcache(
         out, lse = call(q, cache, (scale or call.scale, *bounds), num_splits, batch_invariant)
         return (out, lse) if return_lse else out
     checked = _check_options(options, unknown)
-    return _cold(q, cache, (k_new, v_new), checked, (num_splits, batch_invariant), key)
+    return _cold(q, cache, checked, (num_splits, batch_invariant), key)
 
 
 def _check_options(arguments: dict[str, Any], unknown: dict[str, Any]) -> Options:
@@ -116,24 +117,18 @@ def _check_options(arguments: dict[str, Any], unknown: dict[str, Any]) -> Option
     return request.check_options(named, unknown, dispatch.backend_names(), "attention_kvcache")
 
 
-def _cold(
-    q: Any, cache: Cache, new: tuple[Any, Any], options: Options, splits: tuple[Any, Any], key: tuple[Any, ...] | None
-) -> Any:
-    """The first call of a kind, one that appends, and every one out of the ordinary: checked, then as the warm path."""
+def _cold(q: Any, cache: Cache, options: Options, splits: tuple[Any, Any], key: tuple[Any, ...] | None) -> Any:
+    """The first call of a kind, and every one out of the ordinary: checked in full, then as the warm path."""
     if request.is_traced(q, cache.k):
-        return cache_ops.attention_kvcache(q, cache, new, options, splits)
+        return cache_ops.attention_kvcache(q, cache, options, splits)
     if isinstance(q, torch.Tensor) and isinstance(cache.k, torch.Tensor) and q.dtype != cache.k.dtype:
         q = request.autocast(q, cache.k, cache.v)[0]  # the caches stay what they are
     caches.check(q, cache)
     num_splits, batch_invariant = splits[0], caches.check_splits(*splits)
-    if new[0] is not None or new[1] is not None:
-        caches.check_new(q, cache, *new)
-        cache = caches.append(cache, *new)
-        named: dict[str, Any] = {**vars(options), **dict(zip(TABLES, cache[2:], strict=True))}
-        del named["deterministic"]
-        named |= {"num_splits": num_splits, "batch_invariant": batch_invariant}
-        return attention_kvcache(q, cache.k, cache.v, **named)
-    cache = cache._replace(k=cache.k.resolve_neg(), v=cache.v.resolve_neg())
+    if any(x is not None and x.is_neg() for x in (cache.k, cache.v)):  # a copy would not be what is appended to
+        raise ValueError("k_cache and v_cache must not carry a lazy sign (torch._neg_view): call resolve_neg() once")
+    if cache.k_new is not None and cache.v_new is not None:
+        cache = cache._replace(k_new=cache.k_new.resolve_neg(), v_new=cache.v_new.resolve_neg())
     options = caches.without_right(options, q.shape[1])
     for sentence in request.scale_copy(options.scale):
         report.say("dispatch", sentence)
@@ -170,7 +165,7 @@ def _checked(k_cache: Any, v_cache: Any, given: dict[str, Any]) -> tuple[Cache, 
     named = {**_DEFAULTS, **{name: value for name, value in given.items() if name in _DEFAULTS}}
     options = _check_options({name: named.pop(name) for name in _OPTIONS}, unknown)
     tables = given["cache_seqlens"], given.get("page_table"), given.get("cache_batch_idx")
-    return Cache(k_cache, v_cache, *tables), options, named
+    return Cache(k_cache, v_cache, *tables, named["k_new"], named["v_new"]), options, named
 
 
 def explain(
@@ -184,10 +179,10 @@ def explain(
 
 
 def _in_graph(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **given: Any) -> Any:
-    """What torch.compile traces in place of attention_kvcache: the append, then the operator."""
+    """What torch.compile traces in place of attention_kvcache: the operator. Checked by the same rules."""
     cache, options, others = _checked(k_cache, v_cache, given)
-    new, splits = (others["k_new"], others["v_new"]), (others["num_splits"], others["batch_invariant"])
-    return cache_ops.attention_kvcache(q, cache, new, options, splits)
+    splits = others["num_splits"], others["batch_invariant"]
+    return cache_ops.attention_kvcache(q, cache, options, splits)
 
 
 substitution.substitute(attention_kvcache, _in_graph)

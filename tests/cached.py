@@ -64,6 +64,13 @@ class Inputs:
             "cache_batch_idx": self.cache_batch_idx,
         }
 
+    def place_of(self, row: int, position: int) -> tuple[int, int]:
+        """Where a row's key lies in k and v."""
+        if self.page_table is not None:
+            page, place = divmod(position, self.k.shape[1])
+            return int(self.page_table[row, page]), place
+        return row if self.cache_batch_idx is None else int(self.cache_batch_idx[row]), position
+
     def keys_of(self, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(k, v) (1, length, heads_kv, dim) of one row, gathered."""
         if self.page_table is None:

@@ -55,8 +55,7 @@ class Ahead(NamedTuple):
         return (query_tiles * self.group + self.key_tiles - 1) // self.key_tiles
 
     def pieces_made(self, row: Int32) -> Int32:
-        """Of a head, by CTAs; negative where its neighbours' are not either. `row`: of heads of K and V, through the
-        batch."""
+        """Of a head, by CTAs; negative where its neighbours are not either. `row`: head of K and V in the batch."""
         return cutlass.min(self.key_tiles, (row + 1) * self.key_tiles - self.distance)
 
 

@@ -124,9 +124,11 @@ def _cache_kernel(plan: Plan) -> Callable[..., None]:
     from .cache import Cache, forward_cache
 
     @torch.no_grad()
-    def kernel(q, k, v, out, lse, cache_seqlens, page_table, cache_batch_idx, splits, split_keys, *numbers) -> None:
+    def kernel(
+        q, k, v, out, lse, cache_seqlens, page_table, cache_batch_idx, k_new, v_new, splits, split_keys, *numbers
+    ) -> None:
         with torch.autocast(q.device.type, enabled=False):
-            cache = Cache(k, v, cache_seqlens, page_table, cache_batch_idx)
+            cache = Cache(k, v, cache_seqlens, page_table, cache_batch_idx, k_new, v_new)
             forward_cache(plan, q, cache, (out, lse), _scale_bounds_softcap(*numbers))
 
     return kernel

@@ -23,12 +23,36 @@ class Cache(NamedTuple):
     seqlens: torch.Tensor
     page_table: torch.Tensor | None
     batch_idx: torch.Tensor | None
+    k_new: torch.Tensor | None
+    v_new: torch.Tensor | None
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
 
 
 def _index(name: str, value: int, count: int) -> int:
     if not 0 <= value < count:
         raise ValueError(f"{name} must be 0 to {count - 1}, got {value}")
     return value
+
+
+def _append(cache: Cache, lengths: list[int]) -> list[int]:
+    """New keys go behind each row's; -> the lengths they make."""
+    if cache.k_new is None or cache.v_new is None:
+        return lengths
+    made = [min(length + cache.k_new.shape[1], cache.capacity) for length in lengths]
+    for row, (first, last) in enumerate(zip(lengths, made, strict=True)):
+        for position in range(first, last):
+            page, place = row, position
+            if cache.page_table is not None:
+                index, place = divmod(position, cache.k.shape[1])
+                page = _index("page_table", int(cache.page_table[row, index]), len(cache.k))
+            elif cache.batch_idx is not None:
+                page = _index("cache_batch_idx", int(cache.batch_idx[row]), len(cache.k))
+            cache.k[page, place] = cache.k_new[row, position - first]
+            cache.v[page, place] = cache.v_new[row, position - first]
+    return made
 
 
 def _rows_of(cache: Cache, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,10 +80,11 @@ def forward_cache(
     out, lse = outputs
     scale, bounds, softcap = numbers
     assert plan.tile is not None  # plan() always sets one
-    capacity = cache.k.shape[1] * (1 if cache.page_table is None else cache.page_table.shape[1])
-    for row, length in enumerate(cache.seqlens.tolist()):
-        if not 0 <= length <= capacity:
-            raise ValueError(f"cache_seqlens must be 0 to the {capacity} keys that the cache holds, got {length}")
+    lengths: list[int] = cache.seqlens.tolist()
+    for length in lengths:
+        if not 0 <= length <= cache.capacity:
+            raise ValueError(f"cache_seqlens must be 0 to the {cache.capacity} keys that the cache holds, got {length}")
+    for row, length in enumerate(_append(cache, lengths)):
         k, v = _rows_of(cache, row, length)
         geometry = Geometry(plan.mask, plan.tile, q.shape[1], length, bounds)
         one = slice(row, row + 1)

@@ -43,10 +43,44 @@ from .operands import (
 from .tiles import PADDED
 
 UNSPECIALIZED = [
-    "table_stride", "cache_rows", "capacity", "seqlen_q", "heads", "group", "splits", "split_keys", "left", "right",
-    "rows",
+    "table_stride", "cache_rows", "capacity", "appended", "seqlen_q", "heads", "group", "splits", "split_keys", "left",
+    "right", "rows",
 ]  # fmt: skip
 CHUNK = tl.constexpr(16)  # shares that the merge reads at a time
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def append_keys(new, caches, tables, table_stride, cache_rows, capacity, appended, heads, spec: tl.constexpr):
+    """One new key of one head a program, K and V; dropped where the row has no room. heads: of the cache."""
+    qk_columns: tl.constexpr = spec.qk
+    v_columns: tl.constexpr = spec.v
+    k_new, v_new = new
+    k, v = caches
+    seqlens, page_table, batch_idx = tables
+    place = tl.program_id(0)
+    head = (place % heads).to(tl.int64)
+    key = place // heads % appended
+    batch = place // heads // appended
+    position = tl.maximum(tl.load(seqlens + batch), 0) + key
+    if position >= capacity:
+        return
+    if spec.page_size == 0:
+        page = batch
+        if batch_idx is not None:
+            page = tl.load(batch_idx + batch)
+    else:
+        page = tl.load(page_table + batch.to(tl.int64) * table_stride + position // spec.page_size)
+        position = position % spec.page_size
+    page = tl.minimum(tl.maximum(page, 0), cache_rows - 1).to(tl.int64)
+    row = tl.zeros((1,), tl.int64)
+    source = batch.to(tl.int64) * k_new.batch + key.to(tl.int64) * k_new.row + head * k_new.head
+    k_row = gather_tile(k_new.ptr + source, k_new, row, row == 0, qk_columns)
+    source = batch.to(tl.int64) * v_new.batch + key.to(tl.int64) * v_new.row + head * v_new.head
+    v_row = gather_tile(v_new.ptr + source, v_new, row, row == 0, v_columns)
+    target = page * k.batch + position.to(tl.int64) * k.row + head * k.head
+    scatter_tile(k_row, k.ptr + target, k.col, row, row == 0, qk_columns)
+    target = page * v.batch + position.to(tl.int64) * v.row + head * v.head
+    scatter_tile(v_row, v.ptr + target, v.col, row, row == 0, v_columns)
 
 
 @triton.jit
@@ -118,10 +152,13 @@ def _walk_keys(state, q_tile, kv, pages, tokens, share, sizes, factors, spec: tl
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_cache(
-    qkv, out, lse, partial, tables, table_stride, cache_rows, capacity,
+    qkv, out, lse, partial, tables, table_stride, cache_rows, capacity, appended,
     seqlen_q, heads, group, splits, split_keys, scale_log2, left, right, softcap, spec: tl.constexpr,
 ):  # fmt: skip
-    """partial: None, or (O (splits, rows, width of v) float32, LSE in base 2 (splits, rows)), rows as LSE has them."""
+    """appended: keys that stand behind seqlens already.
+
+    partial: None, or (O (splits, rows, width of v) float32, LSE in base 2 (splits, rows)), rows as LSE has them.
+    """
     qk_columns: tl.constexpr = spec.qk
     v_columns: tl.constexpr = spec.v
     tile_m: tl.constexpr = spec.tile_m
@@ -139,7 +176,7 @@ def attention_cache(
     tokens = row // group
     head = kv_head * group + row % group
     exists = row < seqlen_q * group
-    seqlen_k = tl.minimum(tl.maximum(tl.load(seqlens + batch), 0), capacity)
+    seqlen_k = tl.minimum(tl.maximum(tl.load(seqlens + batch), 0) + appended, capacity)
     sizes = Sizes(seqlen_q, seqlen_k, heads, group, left, right, seqlen_q)
     last_token = tl.minimum((tile * tile_m + tile_m - 1) // group + 1, seqlen_q)
     begin, end = _share(split, splits, split_keys, (tile * tile_m // group, last_token), sizes, spec)
@@ -245,12 +282,12 @@ def _specs(plan: Plan) -> Callable[..., Spec]:
 
 
 def compile_ahead(plan: Plan) -> tuple[Any, ...]:
-    """The kernel that walks alone, the one that shares, and the merge."""
+    """The kernel that walks alone, the one that shares, the merge, and the append."""
     x, i32 = operand_types(plan.dtype), "i32"
     lse = "*fp32" if plan.lse else None
     spec = _specs(plan)(plan.head_dim, plan.head_dim_v, 1, 1)
     tables = ("*i32", "*i32" if plan.page_size else None, None)
-    numbers = (i32, i32, i32, i32, i32, i32, i32, i32, "fp32", *bound_types(plan))
+    numbers = (i32, i32, i32, i32, i32, i32, i32, i32, i32, "fp32", *bound_types(plan))
     sharing = replace(spec, split=True)
     return (
         compile_kernel(attention_cache, ((x, x, x), x, lse, None, tables, *numbers, spec), plan.arch, plan.tile),
@@ -258,6 +295,7 @@ def compile_ahead(plan: Plan) -> tuple[Any, ...]:
             attention_cache, ((x, x, x), x, lse, ("*fp32", "*fp32"), tables, *numbers, sharing), plan.arch, plan.tile
         ),
         compile_kernel(merge_shares, ("*fp32", "*fp32", x, lse, i32, i32, i32, i32, spec), plan.arch, plan.tile),
+        compile_kernel(append_keys, ((x, x), (x, x), tables, i32, i32, i32, i32, i32, spec), plan.arch, plan.tile),
     )
 
 
@@ -269,8 +307,9 @@ def build(plan: Plan) -> Callable[..., None]:
     bound_values = bound_picker(plan)
 
     def forward(
-        q, k, v, out, lse, cache_seqlens, page_table, cache_batch_idx, splits: int, split_keys: int, *numbers: float
-    ) -> None:
+        q, k, v, out, lse, cache_seqlens, page_table, cache_batch_idx, k_new, v_new, splits: int, split_keys: int,
+        *numbers: float,
+    ) -> None:  # fmt: skip
         batch, seqlen_q, heads, head_dim = q.shape
         cache_rows, length, heads_kv, head_dim_v = v.shape
         spec = specs(head_dim, head_dim_v, alignment(head_dim, q, k), alignment(head_dim_v, v, out))
@@ -278,6 +317,12 @@ def build(plan: Plan) -> Callable[..., None]:
         table_stride, capacity = 0, length
         if page_table is not None:
             table_stride, capacity = page_table.stride(0), length * page_table.shape[1]
+        tables, appended = (cache_seqlens, page_table, cache_batch_idx), 0 if k_new is None else k_new.shape[1]
+        if appended:
+            append_keys[(batch * appended * heads_kv,)](
+                (operand(k_new), operand(v_new)), (operand(k), operand(v)), tables, table_stride, cache_rows, capacity,
+                appended, heads_kv, spec, **options,
+            )  # fmt: skip
         scale, *bounds = numbers
         rows, partial = batch * heads * seqlen_q, None
         if splits > 1:
@@ -287,7 +332,7 @@ def build(plan: Plan) -> Callable[..., None]:
         tiles = triton.cdiv(seqlen_q * group, plan.tile.tile_m)
         attention_cache[(splits * tiles * heads_kv * batch,)](
             (operand(q), operand(k), operand(v)), operand(out), lse, partial,
-            (cache_seqlens, page_table, cache_batch_idx), table_stride, cache_rows, capacity,
+            tables, table_stride, cache_rows, capacity, appended,
             seqlen_q, heads, group, splits, split_keys, scale * LOG2_E.value, *bound_values(*bounds), spec, **options,
         )  # fmt: skip
         if partial is not None:

@@ -1,4 +1,4 @@
-"""Key-value caches: the checks, the Problem, the append and the launch of attention_kvcache."""
+"""Key-value caches: the checks, the Problem and the launch of attention_kvcache."""
 
 import numbers
 from dataclasses import replace
@@ -20,13 +20,15 @@ _int32 = torch.int32
 
 
 class Cache(NamedTuple):
-    """What attention_kvcache takes beside q and Options; the append is done before."""
+    """What attention_kvcache takes beside q and Options."""
 
     k: torch.Tensor  # (cache rows, length, heads_kv, head_dim) or (pages, page_size, heads_kv, head_dim)
     v: torch.Tensor
     seqlens: torch.Tensor  # (batch,) int32
     page_table: torch.Tensor | None = None  # (batch, pages a row) int32
     batch_idx: torch.Tensor | None = None  # (batch,) int32
+    k_new: torch.Tensor | None = None  # (batch, new keys, heads_kv, head_dim)
+    v_new: torch.Tensor | None = None
 
     @property
     def page_size(self) -> int:
@@ -54,7 +56,7 @@ def _check_table(name: str, tensor: Any, q: torch.Tensor, dims: int) -> None:
 
 def fit(q: torch.Tensor, cache: Cache) -> bool:
     """Would check() pass them, and is there anything to attend to? In a third of its time, for a kind that is known."""
-    k, v, seqlens, page_table, batch_idx = cache
+    k, v, seqlens, page_table, batch_idx, k_new, v_new = cache
     batch, _, _, head_dim = q.shape
     device = q.device
     for table in (seqlens, page_table, batch_idx):
@@ -65,6 +67,11 @@ def fit(q: torch.Tensor, cache: Cache) -> bool:
             and table.stride(-1) == 1
             and type(table) is torch.Tensor
         ):
+            return False
+    if k_new is not None or v_new is not None:
+        if k_new is None or v_new is None or k_new.shape[1] != v_new.shape[1]:
+            return False
+        if not (_new_fit(k_new, k, batch) and _new_fit(v_new, v, batch)):
             return False
     return (
         k.dtype is v.dtype is q.dtype
@@ -79,6 +86,19 @@ def fit(q: torch.Tensor, cache: Cache) -> bool:
         and q.numel() > 0
         and k.numel() > 0
         and cache.capacity > 0
+    )
+
+
+def _new_fit(new: torch.Tensor, old: torch.Tensor, batch: int) -> bool:
+    return (
+        new.dim() == 4
+        and new.shape[0] == batch
+        and new.shape[2:] == old.shape[2:]
+        and new.dtype is old.dtype
+        and new.device == old.device
+        and type(new) is torch.Tensor
+        and not new.is_neg()
+        and not new.requires_grad
     )
 
 
@@ -101,14 +121,18 @@ def check(q: torch.Tensor, cache: Cache, values: bool = True) -> None:
         raise ValueError(f"{rows}: cache_batch_idx= says which are meant, page_table= if it is paged")
     if request.needs_grad(q, k, v):
         raise UnsupportedError("attention_kvcache has no gradients: call it under torch.no_grad() or inference_mode()")
+    if cache.k_new is not None or cache.v_new is not None:
+        _check_new(q, cache)
 
 
-def check_new(q: torch.Tensor, cache: Cache, k_new: Any, v_new: Any) -> None:
-    """Of what is to be appended."""
-    if (k_new is None) != (v_new is None):
+def _check_new(q: torch.Tensor, cache: Cache) -> None:
+    k_new, v_new = cache.k_new, cache.v_new
+    if k_new is None or v_new is None:
         raise ValueError("k_new= and v_new= are given together or not at all")
+    if q.numel() == 0:
+        raise ValueError(f"k_new= needs query rows to go with it, and q has shape {tuple(q.shape)}")
     for name, new, old in (("k_new", k_new, cache.k), ("v_new", v_new, cache.v)):
-        if not isinstance(new, torch.Tensor):
+        if not isinstance(new, torch.Tensor) or request.has_no_memory(new):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(new).__name__}")
         if new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2:] != old.shape[2:]:
             expected = f"({q.shape[0]}, new keys, {old.shape[2]}, {old.shape[3]})"
@@ -135,33 +159,6 @@ def check_splits(num_splits: Any, batch_invariant: Any) -> bool:
     if invariant:
         raise ValueError("num_splits= and batch_invariant=True exclude each other: shares have a fixed length there")
     return invariant
-
-
-def append(cache: Cache, k_new: torch.Tensor, v_new: torch.Tensor) -> Cache:
-    """Write new keys after each row's last, in place; -> the cache with the lengths they make.
-
-    Nothing waits for the device. What a row has no room for is dropped.
-    """
-    count = k_new.shape[1]
-    seqlens = cache.seqlens.long()[:, None]
-    if count:
-        order = torch.arange(count, device=seqlens.device)
-        # One without room writes what the row's first new key writes, so that places written twice get one value.
-        order = torch.where(seqlens + order < cache.capacity, order, 0)
-        place = (seqlens + order).clamp(min=0, max=cache.capacity - 1)
-        room = (seqlens < cache.capacity)[..., None, None]
-        if cache.page_table is not None:
-            pages = cache.page_table.long().gather(1, place // cache.page_size)
-            where = (pages, place % cache.page_size)
-        else:
-            rows = cache.batch_idx
-            rows = torch.arange(len(seqlens), device=seqlens.device) if rows is None else rows.long()
-            where = (rows[:, None].expand_as(place), place)
-        index = order[..., None, None]
-        for old, new in ((cache.k, k_new), (cache.v, v_new)):
-            value = new.gather(1, index.expand_as(new))
-            old.index_put_(where, torch.where(room, value, old[where]))
-    return cache._replace(seqlens=(cache.seqlens + count).clamp(max=cache.capacity))
 
 
 def describe(q: torch.Tensor, cache: Cache, options: Options, device: Device | None = None) -> Problem:

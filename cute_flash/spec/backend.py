@@ -20,14 +20,16 @@ cu_seqlens  (sequences + 1,) int32, contiguous, on the operands' device: sequenc
             values: out of order they may give any numbers, but nothing is read or written outside the operands.
 
 A Plan whose form is "cache" (forward only) runs few query rows over a cache. Its k and v are
-(cache rows, length, heads_kv, dim), or with a page_size (pages, page_size, heads_kv, dim), and five operands stand
+(cache rows, length, heads_kv, dim), or with a page_size (pages, page_size, heads_kv, dim), and seven operands stand
 before the scale:
 
-    ..., cache_seqlens, page_table, cache_batch_idx, splits, split_keys, scale[, left, right, softcap])
+    ..., cache_seqlens, page_table, cache_batch_idx, k_new, v_new, splits, split_keys, scale[, left, right, softcap])
 
-cache_seqlens    (batch,) int32: keys of each row of q, at most what the cache holds
+cache_seqlens    (batch,) int32: keys of each row of q in the cache, at most what it holds
 page_table       (batch, pages a row) int32, last stride 1; None without a page_size
 cache_batch_idx  (batch,) int32: the cache row of each row of q; None: its own number, or paged
+k_new, v_new     (batch, new keys, heads_kv, dim), or None both: written into k and v behind each row's keys, as far as
+                 there is room, and then part of them
 splits           a Python int >= 1: programs that share the keys of a query tile
 split_keys       0: equal shares of what each row has. Else each share is exactly so many keys, whatever the row has, so
                  that no other row changes how a row is summed; splits * split_keys holds the whole cache

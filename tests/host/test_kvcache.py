@@ -95,11 +95,7 @@ def test_append(fields, new):
 
 def _erase(inputs, row: int, first: int, last: int) -> None:
     for position in range(first, last):
-        if inputs.page_table is not None:
-            page_size = inputs.k.shape[1]
-            place = int(inputs.page_table[row, position // page_size]), position % page_size
-        else:
-            place = row if inputs.cache_batch_idx is None else int(inputs.cache_batch_idx[row]), position
+        place = inputs.place_of(row, position)
         inputs.k[place], inputs.v[place] = math.nan, math.nan
 
 
@@ -173,6 +169,8 @@ BAD = [
     ({"k_new": NEW, "v_new": NEW[:, :2]}, ValueError, "as many keys, got 3 and 2"),
     ({"k_new": NEW[:1], "v_new": NEW}, ValueError, r"k_new must be \(2, new keys, 2, 16\), got shape \(1, 3, 2, 16\)"),
     ({"k_new": NEW, "v_new": NEW.double()}, TypeError, "v_new must be torch.float32 on cpu"),
+    ({"k_new": NEW, "v_new": NEW, "q": torch.zeros(2, 0, 4, 16)}, ValueError, "k_new= needs query rows"),
+    ({"k_cache": torch._neg_view(torch.zeros(2, 10, 2, 16))}, ValueError, "must not carry a lazy sign"),
     ({"num_splits": 0}, ValueError, "num_splits=0: at least 1"),
     ({"num_splits": 2.0}, TypeError, "num_splits must be an integer or None, got float"),
     ({"num_splits": 2, "batch_invariant": True}, ValueError, "exclude each other"),
@@ -257,7 +255,7 @@ def test_what_a_kernel_is_told_of_splits(monkeypatch, simulated, options, expect
     inputs = make_inputs(CacheCase((5,), capacity=3000, heads_q=2, heads_kv=2, dtype="float32"))
     from cute_flash.arch.reference.backend import BACKEND
 
-    monkeypatch.setattr(BACKEND, "build", lambda plan: lambda *operands: told.append(operands[8:10]))
+    monkeypatch.setattr(BACKEND, "build", lambda plan: lambda *operands: told.append(operands[10:12]))
     attention_kvcache(*inputs.qkv, **inputs.tables, backend="reference", **options)
     assert told == [expected]
 

@@ -40,6 +40,9 @@ CASES = [
     (CacheCase((3, 100), 4, window=(7, 2), page_size=16, softcap=1.5, **LITTLE), SHARED),
     (CacheCase((3, 100), window=(50, None), **LITTLE), INVARIANT),
     (CacheCase((60,), head_dim=20, head_dim_v=40, dtype="float16"), SHARED),
+    (CacheCase((60, 3, 100), 2, causal=True, head_dim=20, head_dim_v=40, dtype="float16"), {"splits": 2, "new": 3}),
+    (CacheCase((40, 17, 100), page_size=16, **LITTLE), {"splits": 2, "new": 2}),
+    (CacheCase((40, 1), chosen=True, **LITTLE), {"splits": 1, "new": 1}),
     (CacheCase((60,), head_dim=96, head_dim_v=80, dtype="float16"), ALONE),
     (CacheCase((100, 5), **LITTLE), {"splits": 40}),  # more shares than keys, and than the merge reads at a time
     pytest.param(PAGES_OF_64, SHARED, marks=pytest.mark.slow),
@@ -48,6 +51,23 @@ CASES = [
 
 
 # --------------------------------------------------------------------------------------------------- the server side
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(nan=9.0), other.nan_to_num(nan=9.0))
+
+
+def taken_out(inputs, count: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """((k_new, v_new), the lengths before): each row's last keys leave the cache, NaN where they were."""
+    shape = (len(inputs.cache_seqlens), count, inputs.k.shape[2])
+    new = tuple(torch.empty(*shape, x.shape[-1], dtype=x.dtype) for x in (inputs.k, inputs.v))
+    for row, length in enumerate(inputs.cache_seqlens.tolist()):
+        for i in range(count):
+            place = inputs.place_of(row, length - count + i)
+            for x, taken in zip((inputs.k, inputs.v), new, strict=True):
+                taken[row, i] = x[place]
+                x[place] = math.nan
+    return new, inputs.cache_seqlens - count
 
 
 def measure(case: CacheCase, how: dict) -> dict[str, float]:
@@ -65,15 +85,19 @@ def measure(case: CacheCase, how: dict) -> dict[str, float]:
     out = Output(torch.Size(shape), inputs.q.dtype)
     lse = torch.full((shape[0], shape[2], shape[1]), math.nan)
     numbers = (case.head_dim**-0.5, *request.bounds(**case.options)[1])
-    tables = inputs.tables.values()
+    tables, new = list(inputs.tables.values()), (None, None)
+    whole = [inputs.k.clone(), inputs.v.clone()]
+    if how.get("new"):
+        new, tables[0] = taken_out(inputs, how["new"])
     BACKEND.build(BACKEND.plan(problem))(
-        *inputs.qkv, out.tensor, lse, *tables, how["splits"], how.get("split_keys", 0), *numbers
+        *inputs.qkv, out.tensor, lse, *tables, *new, how["splits"], how.get("split_keys", 0), *numbers
     )
     right = exact(case, inputs)
     return {
         "out": oracle.relative_error(out.tensor, right.out),
         "lse": oracle.lse_excess(lse, right.lse),
         "margin": 0.0 if out.margin_kept() else math.inf,
+        "cache": 0.0 if all(map(same, whole, (inputs.k, inputs.v))) else math.inf,
     }
 
 

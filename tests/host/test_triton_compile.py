@@ -32,7 +32,7 @@ def check(plan: Plan) -> None:
     capability = tuple(int(part) for part in plan.arch.split("."))
     module = "cache" if plan.form == CACHE else plan.direction
     kernels = importlib.import_module(f"cute_flash.arch.triton.{module}").compile_ahead(plan)
-    assert len(kernels) == {FORWARD: 1, BACKWARD: 2, "cache": 3}[module]
+    assert len(kernels) == {FORWARD: 1, BACKWARD: 2, "cache": 4}[module]
     for kernel in kernels:
         assert kernel.metadata.shared <= tiles.shared_memory(capability), (kernel.metadata.name, str(plan))
         assert (kernel.metadata.tmem_size or 0) <= TENSOR_MEMORY_COLUMNS, (kernel.metadata.name, str(plan))
@@ -195,18 +195,19 @@ def test_a_cache_launch_finds_what_was_compiled_ahead(monkeypatch, splits, page_
 
     monkeypatch.setattr(triton, "compile", lambda source, **options: source)
     plan = plan_for(FORWARD, (9, 0), (64, 64), mask=FULL, form=CACHE, few_rows=16, page_size=page_size)
-    alone, sharing, merge = cache.compile_ahead(plan)
+    alone, sharing, merge, append = cache.compile_ahead(plan)
     launch = cache.build(plan)
     expected = [(cache.attention_cache, alone)] if splits == 1 else [(cache.attention_cache, sharing)]
-    expected += [] if splits == 1 else [(cache.merge_shares, merge)]
-    recorders = {"attention_cache": Recorder(), "merge_shares": Recorder()}
+    expected += [(cache.append_keys, append)] + ([] if splits == 1 else [(cache.merge_shares, merge)])
+    recorders = {"attention_cache": Recorder(), "append_keys": Recorder(), "merge_shares": Recorder()}
     for name, recorder in recorders.items():
         monkeypatch.setattr(cache, name, recorder)
     q, out = (torch.empty(batch, 1, 4, 64, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.empty(batch, page_size or 96, 2, 64, dtype=torch.bfloat16) for _ in range(2))
     table = torch.zeros(batch, 6, dtype=torch.int32) if page_size else None
     lens = torch.zeros(batch, dtype=torch.int32)
-    launch(q, k, v, out, torch.empty(batch, 4, 1), lens, table, None, splits, 0, 0.1)
+    new = torch.empty(batch, 3, 2, 64, dtype=torch.bfloat16)
+    launch(q, k, v, out, torch.empty(batch, 4, 1), lens, table, None, new, new, splits, 0, 0.1)
     backend = make_backend(GPUTarget("cuda", 90, 32))
     for (kernel, source), recorder in zip(expected, recorders.values(), strict=False):
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)

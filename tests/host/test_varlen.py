@@ -8,6 +8,7 @@ import torch
 import cute_flash
 from cute_flash import UnsupportedError, attention_varlen, varlen
 from cute_flash.runtime import packed, request
+from cute_flash.spec import settings
 from tests.packed import LENGTHS, PackedCase, cases, errors, make_inputs, same
 
 pytestmark = [pytest.mark.usefixtures("office"), pytest.mark.usefixtures("poisoned_empty")]
@@ -188,12 +189,27 @@ def test_a_warm_call_describes_nothing(monkeypatch):
         attention_varlen(*qkv, **inputs.lengths, causal=False)
 
 
-def test_backends_without_it_are_passed_over(simulated):
-    simulated((9, 0))
+@pytest.mark.parametrize(("arch", "own"), [("9.0", "sm90"), ("10.0", "sm100")])
+def test_backends_without_it_are_passed_over(arch, own):
     inputs = make_inputs(same(40, 3, dtype="bfloat16"))
-    decision = cute_flash.explain(inputs.q, inputs.k, inputs.v, **inputs.lengths)
-    assert "packed sequences (attention_varlen) are not built yet" in str(decision)
-    assert "packed" in str(decision.plan) and "packed" in str(decision.problem)
+    leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    decision = cute_flash.explain(*leaves, **inputs.lengths, arch=arch)
+    for each in (decision, decision.backward):
+        assert each.plan.backend == "triton" and each.plan.form == "packed" and each.fallback
+        assert each.refusals[own] == ("packed sequences (attention_varlen) are not built yet",)
+    with pytest.raises(UnsupportedError, match="packed sequences"):
+        cute_flash.explain(*leaves, **inputs.lengths, arch=arch, backend=own)
+
+
+def test_emulated_calls_go_to_the_reference():
+    """The emulator runs CuTe-DSL kernels, and none has it: what runs is said, and right."""
+    case = same(20, 9, causal=True, dtype="float32")
+    inputs = make_inputs(case)
+    right = attention_varlen(inputs.q, inputs.k, inputs.v, **inputs.lengths, causal=True)
+    half = [x.half() for x in (inputs.q, inputs.k, inputs.v)]
+    with settings.override(emulate="sm_90a"), pytest.warns(cute_flash.FallbackWarning, match="packed sequences"):
+        out = attention_varlen(*half, **inputs.lengths, causal=True)
+    torch.testing.assert_close(out.float(), right, rtol=2e-2, atol=5e-3)
 
 
 def test_lengths_that_changed_after_the_forward_are_refused():
