@@ -110,15 +110,16 @@ BACKENDS = {"sm_90a": Compiled(sm90.BACKEND), "sm_100a": Compiled(sm100.BACKEND)
 BACKENDS["sm_103a"] = BACKENDS["sm_100a"]
 
 
-def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, **knobs):
-    """(dQ, dK, dV) of the architecture's kernels, given the exact output and LSE; (inputs, dLSE) beside them."""
+def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, launches: list | None = None, **knobs):
+    """(dQ, dK, dV) of the architecture's kernels, given the exact output and LSE; (inputs, dLSE) beside them. What was
+    launched is added to `launches`."""
     case, inputs = each.case, make_inputs(each.case)
     options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
     exact = oracle.forward(*inputs.qkv, **options)
     outputs = direct.Outputs(exact.out.to(case.torch_dtype), exact.lse.float())
     dlse = torch.randn(outputs.lse.shape) if each.lse_grad else None
     knobs = {"strict_exit": True, **schedule.knobs, **knobs}
-    with settings.override(cache_dir=None, backend=None), cute_flash.emulate(arch, **knobs):
+    with settings.override(cache_dir=None, backend=None), cute_flash.emulate(arch, **knobs) as emulation:
         found = direct.backward(
             backend or BACKENDS[arch],
             inputs.dout,
@@ -129,6 +130,8 @@ def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, **
             deterministic=each.deterministic,
             **options,
         )
+    if launches is not None:
+        launches += emulation.launches
     return found, inputs, dlse
 
 

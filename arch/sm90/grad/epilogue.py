@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ...common.turns import pass_on, wait_for
 from ..schedule import WARPGROUP
 from .memory import dq_chunks
 from .pipeline import DQ_EMPTY, DQ_FULL, DQ_THREADS
@@ -27,29 +28,6 @@ def hand_over_dq(dq: cute.Tensor, parts: cute.Tensor, group: Int32, thread: Int3
 
 
 @cute.jit
-def _wait_for(turns: cute.Tensor, group: Int32, turn: Int32):
-    """Until a part of dQ was added to `turn` times. CTAs of lower index come first: they have started before."""
-    address = (turns.iterator + group).toint()
-    seen = Int32(-1)
-    while seen != turn:
-        seen = cute.arch.inline_ptx(
-            "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
-        )
-    cute.arch.inline_ptx("fence.proxy.async.global;")
-
-
-@cute.jit
-def _pass_on(turns: cute.Tensor, group: Int32):
-    """The addition is complete, not only read from shared memory."""
-    cute.arch.cp_async_bulk_wait_group(0, read=False)
-    cute.arch.inline_ptx("fence.proxy.async.global;")
-    with cute.arch.elect_one():
-        cute.arch.inline_ptx(
-            "red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[(turns.iterator + group).toint()]
-        )
-
-
-@cute.jit
 def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, order: tuple):
     """One warp: offers the room, waits for a part of dQ and adds it to global memory.
 
@@ -60,7 +38,7 @@ def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, order: tuple):
     cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
     cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=DQ_THREADS)
     if cutlass.const_expr(turns is not None):
-        _wait_for(turns, group, turn)
+        wait_for(turns, group, turn)
     size = cute.size(parts, mode=[0])
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
@@ -74,4 +52,4 @@ def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, order: tuple):
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     if cutlass.const_expr(turns is not None):
-        _pass_on(turns, group)
+        pass_on(turns, group)
