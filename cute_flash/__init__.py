@@ -8,9 +8,12 @@ from .spec import versions
 versions.require_torch()  # before the imports that an older one would fail, each in words of its own
 
 from .api import attention, explain  # noqa: E402
+from .kvcache import attention_kvcache  # noqa: E402
 from .runtime.dispatch import Decision  # noqa: E402
 from .runtime.emulation import emulate  # noqa: E402
 from .spec.errors import BackendBuildError, FallbackWarning, StrictFallbackError, UnsupportedError  # noqa: E402
+from .states import merge_attention_states  # noqa: E402
+from .varlen import attention_varlen  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -21,8 +24,11 @@ __all__ = [
     "StrictFallbackError",
     "UnsupportedError",
     "attention",
+    "attention_kvcache",
+    "attention_varlen",
     "emulate",
     "explain",
+    "merge_attention_states",
 ]
 
 

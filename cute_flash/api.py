@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from . import kvcache, varlen
 from .runtime import autograd, dispatch, launch, ops, report, request, substitution
 from .runtime.dispatch import Decision
 from .runtime.launch import Call
@@ -117,23 +118,16 @@ def attention(
     return _cold(q, k, v, request.check_options(arguments, unknown, dispatch.backend_names()), key)
 
 
-def _is_special(*qkv: Any) -> bool:
-    """Has the cold path a way with tensors that no kernel takes: to be cast by autocast, or standing for a graph's?"""
-    if not all(isinstance(tensor, torch.Tensor) for tensor in qkv):
-        return False
-    return request.is_traced(*qkv) or any(new is not old for new, old in zip(request.autocast(*qkv), qkv, strict=True))
-
-
 def _unless_special(error: Exception, *qkv: Any) -> None:
     """Raise what a warm call came upon: the launch refuses another dtype, device or layout; a cold one has words."""
-    if not _is_special(*qkv):
+    if not request.is_special(*qkv):
         request.check_tensors(*qkv)
         raise error
 
 
 def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None) -> Any:
     """The first call of a kind, and every call that is out of the ordinary: checked in full, then as the warm path."""
-    if _is_special(q, k, v):
+    if request.is_special(q, k, v):
         if request.is_traced(q, k, v):
             return ops.attention(q, k, v, options)
         return attention(*request.autocast(q, k, v), **vars(options))
@@ -186,17 +180,22 @@ substitution.substitute(attention, _in_graph)
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, arch: str | None = None, **options: Any) -> Decision:
     """What `attention` would run on these inputs and options, and why each better backend does not.
 
+    With cu_seqlens_q= among the options, what `attention_varlen` would, and with cache_seqlens=, `attention_kvcache`.
     Nothing is compiled and no kernel runs. print() the result to read the walk; `.plan`, `.refusals`, `.copies`,
     `.fallback` and, for inputs that need gradients, `.backward` hold the same facts; `.facts()` is a dictionary.
     Raises what `attention` raises, except that meta tensors are taken: for this machine's first GPU, else its CPU.
 
     arch: explain for this GPU instead, present or not: "9.0", or a compile target such as "sm_90a".
     """
-    checked = _checked(options)
-    request.check_tensors(q, k, v, values=False)
     device = None
     if arch is not None:
         device = device_facts.imagined(device_facts.capability_of(arch), "simulated")
     elif q.device.type == "meta":
         device = device_facts.first()
+    if any(name in options for name in varlen.LENGTHS):
+        return varlen.explain(q, k, v, device, options)
+    if any(name in options for name in kvcache.TABLES):
+        return kvcache.explain(q, k, v, device, options)
+    checked = _checked(options)
+    request.check_tensors(q, k, v, values=False)
     return launch.decide(q, k, v, checked, device)

@@ -12,7 +12,7 @@ from .runtime import diskcache, dispatch, request, toolchain
 from .spec import device as device_facts
 from .spec import settings
 from .spec.errors import UnsupportedError
-from .spec.problem import BACKWARD, FORWARD, SHORT_KEYS, Problem
+from .spec.problem import BACKWARD, CACHE, DENSE, FORWARD, SHORT_KEYS, Problem
 
 Walk = dispatch.Decision | str  # a decision, or the sentence that refused it
 
@@ -53,11 +53,12 @@ def _cache_facts(root: Path | None) -> str:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Versions, GPU, cache, and who would serve bfloat16 at head_dim 128."""
+    """Versions, GPU, cache, and who would serve bfloat16 at head_dim 128: dense, packed and over a cache."""
     causal = request.Options(causal=True)
+    kinds = [(form, way) for form, ways in words.FORMS.items() for way in ways]
     walks = {
         str(device): _once(
-            [_walk(words.problem(device, "bfloat16", (128, 128), each, causal)) for each in (FORWARD, BACKWARD)]
+            [_walk(words.problem(device, "bfloat16", (128, 128), way, causal, form=form)) for form, way in kinds]
         )
         for device in words.devices()
     }
@@ -87,7 +88,7 @@ def _plain(value: Any) -> Any:
 
 def _short(decision: dispatch.Decision, backend: str | None) -> list[str]:
     """What a forward over few keys runs, where it is another plan: a call is described without its lengths here."""
-    if decision.problem.direction != FORWARD:
+    if decision.problem.direction != FORWARD or decision.problem.form == CACHE:
         return []
     plan = dispatch.choose(replace(decision.problem, short=True), backend).plan
     return [f"  up to {SHORT_KEYS} keys: {plan}"] if plan != decision.plan else []
@@ -100,7 +101,9 @@ def _of_a_kind(arguments: argparse.Namespace) -> list[tuple[Walk, list[str]]]:
     options = request.spell(arguments.causal, arguments.window, arguments.softcap)
     found = []
     for direction in words.DIRECTIONS[arguments.direction]:
-        problem = words.problem(device, arguments.dtype, arguments.head_dim, direction, options)
+        if direction not in words.FORMS[arguments.form]:
+            continue
+        problem = words.problem(device, arguments.dtype, arguments.head_dim, direction, options, form=arguments.form)
         walk = _walk(problem, arguments.backend)
         found.append((walk, [] if isinstance(walk, str) else _short(walk, arguments.backend)))
     return found
@@ -125,6 +128,12 @@ def _of_shapes(arguments: argparse.Namespace) -> list[tuple[Walk, list[str]]]:
 
 def explain(arguments: argparse.Namespace) -> int:
     """The dispatcher's walk for a call or a kind of calls, on this machine's device or an imagined one."""
+    if arguments.shapes and arguments.form != DENSE:
+        raise SystemExit(
+            f"--form {arguments.form} is of a kind of calls: leave the shapes out, --head-dim says the width"
+        )
+    if arguments.form == CACHE and arguments.direction == BACKWARD:
+        raise SystemExit("--form cache has no backward")
     found = _of_shapes(arguments) if arguments.shapes else _of_a_kind(arguments)
     if arguments.json:
         words.show_json([words.walk_facts(walk) for walk in _once([walk for walk, _ in found])])
@@ -173,6 +182,9 @@ def parser() -> argparse.ArgumentParser:
     )
     walk.add_argument("--causal", action="store_true")
     words.add_bounds(walk)
+    walk.add_argument(
+        "--form", choices=words.FORMS, default=DENSE, help="packed: attention_varlen, cache: attention_kvcache"
+    )
     walk.add_argument("--direction", choices=words.DIRECTIONS, default="both")
     walk.add_argument("--backend", choices=dispatch.backend_names())
     walk.add_argument(

@@ -10,11 +10,13 @@ import torch
 from .runtime import dispatch, request
 from .spec import device as device_facts
 from .spec.device import Device
-from .spec.problem import BACKWARD, FORWARD, Problem
+from .spec.problem import BACKWARD, CACHE, DENSE, FORWARD, PACKED, Problem
 
 DTYPES = tuple(request.dtype_name(dtype) for dtype in request.DTYPES)
 SWITCH = {"no": (False,), "yes": (True,), "both": (False, True)}
 DIRECTIONS = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
+
+FORMS = {DENSE: (FORWARD, BACKWARD), PACKED: (FORWARD, BACKWARD), CACHE: (FORWARD,)}  # which ways each goes
 
 Value = TypeVar("Value")
 
@@ -108,12 +110,13 @@ def tensors(
 
 
 def problem(
-    device: Device, dtype: str, dims: tuple[int, int], direction: str, options: request.Options, lse: bool = False
-) -> Problem:
+    device: Device, dtype: str, dims: tuple[int, int], direction: str, options: request.Options, lse: bool = False,
+    form: str = DENSE,
+) -> Problem:  # fmt: skip
     """Of a kind of call, of no particular lengths: no plan depends on head counts."""
     return Problem(
         direction, device, dtype, dims[0], dims[1], heads_q=8, heads_kv=8, mask=options.mask,
-        lse=lse or direction == BACKWARD, features=options.features,
+        lse=lse or direction == BACKWARD, features=options.features, form=form,
     )  # fmt: skip
 
 

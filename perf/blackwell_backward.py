@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,14 @@ PICKS = [(d, causal) for d in (64, 128) for causal in (False, True)]
 PRODUCTS = 5  # of 2 * 128 * 128 * d FLOP a tile
 
 
-def run_ours(head_dim: int, causal: bool) -> None:
+def run_ours(head_dim: int, causal: bool, pair: bool) -> None:
     from cute_flash.arch.sm100.backend import BACKEND
 
     mask = CAUSAL if causal else FULL
     device = imagined(ARCHES[ARCH], "emulated")
     problem = Problem(BACKWARD, device, "bfloat16", head_dim, head_dim, 1, 1, mask, lse=True)
     plan = BACKEND.plan(problem)
+    plan = plan if pair else replace(plan, variant="")
     kernel, rule = BACKEND.build(plan), BACKEND.scratch(plan)
     do, q, k, v, o, dq, dk, dv = (torch.randn(1, SEQLEN, 1, head_dim, dtype=torch.bfloat16) for _ in range(8))
     lse, memory = torch.zeros(1, 1, SEQLEN), torch.empty(rule.elements(1, 1, SEQLEN))
@@ -55,15 +58,18 @@ def _role(mix: Counter) -> str:
     """Which role a loop is, by an instruction that no other has."""
     if mix["MUFU.EX2"]:
         return "weigh"
-    if any(kind.startswith("UTCHMMA") for kind in mix):
-        return "mma"
-    return "reduce" if any(kind.startswith("UBLKRED") for kind in mix) else ""
+    return "mma" if any(kind.startswith("UTCHMMA") for kind in mix) else ""
 
 
-def machine_code(cubin: bytes, tool: str) -> dict[str, Any]:
-    """Of the one kernel with matrix products."""
+def _multiplies(code: list, pair: bool) -> bool:
+    products = [i.opcode for i in code if "UTCHMMA" in i.opcode]
+    return bool(products) and ("2CTA" in products[0]) == pair
+
+
+def machine_code(cubin: bytes, tool: str, pair: bool) -> dict[str, Any]:
+    """Of the kernel with matrix products; ours has both under one Plan."""
     functions = sass.functions(sass.disassemble(cubin, tool)).items()
-    name, code = next((name, code) for name, code in functions if any("UTCHMMA" in i.opcode for i in code))
+    name, code = next((name, code) for name, code in functions if _multiplies(code, pair))
     counts, loops = sass.mix(code), {}
     for length, mix in sass.main_loops(code):
         loops.setdefault(_role(mix), []).append((length, mix))
@@ -75,7 +81,7 @@ def machine_code(cubin: bytes, tool: str) -> dict[str, Any]:
         "spill_stores": counts["STL"],
         "spill_loads": counts["LDL"],
         "instructions": sum(counts.values()) - counts["NOP"],
-        **{f"{role}_instructions": longest.get(role, ("",))[0] for role in ("weigh", "mma", "reduce")},
+        **{f"{role}_instructions": longest.get(role, ("",))[0] for role in ("weigh", "mma")},
         "weigh_mufu": weigh["MUFU.EX2"],
         "weigh_packed_fma": sum(weigh[kind] for kind in ("FFMA2", "FADD2", "FMUL2")),
         "weigh_shared_loads": weigh["LDS"],
@@ -103,12 +109,12 @@ def rows() -> Iterator[dict]:
     if tool is None:
         raise SystemExit("no nvdisasm here: pip install nvidia-cuda-nvdisasm")
     for d, causal in PICKS:
-        for name, ctas in (("cute_flash", 1), ("fa4", 1), *([("fa4", 2)] if d == 128 else [])):
+        for name, ctas in itertools.product(("cute_flash", "fa4"), (1, 2) if d == 128 else (1,)):
             torch.manual_seed(0)
             with emulate(ARCH, mode="eager", scheduler="round_robin", race=False) as emulation, _keeping() as kept:
-                run_ours(d, causal) if name == "cute_flash" else run_theirs(d, causal, ctas == 2)
+                (run_ours if name == "cute_flash" else run_theirs)(d, causal, ctas == 2)
                 launch = max(emulation.launches, key=lambda each: each["steps"])
-                code = machine_code(kept[-1].artifacts.CUBIN, tool)
+                code = machine_code(kept[-1].artifacts.CUBIN, tool, ctas == 2)
             named = {"kernel": name, "d": d, "mask": "causal" if causal else "full", "ctas": ctas}
             yield {**named, **code, **counted(launch, d, causal)}
 

@@ -1,7 +1,107 @@
-"""The operands of a backward as the contract has them (cute_flash/spec/backend.py), for a kernel class's launch."""
+"""The operands of kernels as the contract has them (cute_flash/spec/backend.py), bundled for a kernel class.
+
+A forward's class has run(tensors, lse, numbers, counter, stream): tensors (q, k, v, o), numbers (scale, left, right,
+softcap) with the last three None where the Plan is plain, counter None where nothing is drawn; and, where keys are
+shared, run_split(tensors, lse, scale, partials, stream). A backward's has launch, see PlainEntry.
+"""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+
+
+class ForwardEntry:
+    """Of a plain Plan."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
+        k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
+        v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v)
+        o: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
+        lse: cute.Tensor | None,  # (batch, heads_q, seqlen_q)
+        scale: Float32,
+        stream,
+    ):
+        self.run((q, k, v, o), lse, (scale, None, None, None), None, stream)
+
+
+class DrawnForwardEntry:
+    """Where CTAs draw their query tiles."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        scale: Float32,
+        counter: cute.Tensor,  # (1,) int32, zero before and after
+        stream,
+    ):
+        self.run((q, k, v, o), lse, (scale, None, None, None), counter, stream)
+
+
+class BoundedForwardEntry:
+    """For Plans that are not plain: a window's bounds and a softcap arrive beside the scale."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        scale: Float32,
+        left: Int32,
+        right: Int32,
+        softcap: Float32,
+        stream,
+    ):
+        self.run((q, k, v, o), lse, (scale, left, right, softcap), None, stream)
+
+
+class DrawnBoundedForwardEntry:
+    """Both."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        scale: Float32,
+        left: Int32,
+        right: Int32,
+        softcap: Float32,
+        counter: cute.Tensor,
+        stream,
+    ):
+        self.run((q, k, v, o), lse, (scale, left, right, softcap), counter, stream)
+
+
+class SplitForwardEntry:
+    """For query tiles too few to fill the GPU: several CTAs share one, each with a run of keys."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        scale: Float32,
+        o_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, width_v) float32
+        state_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, 2) float32
+        stream,
+    ):
+        self.run_split((q, k, v, o), lse, scale, (o_partial, state_partial), stream)
 
 
 class PlainEntry:

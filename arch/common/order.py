@@ -62,6 +62,17 @@ def head_by_head(index: Int32, m_blocks: Int32, heads_q: Int32) -> WorkTile:
     return WorkTile(index % m_blocks, row % heads_q, row // heads_q)
 
 
+def _sections(units: Int32, kv_bytes: Int32) -> Int32:
+    most = cutlass.max(1, L2_SECTION_BYTES // cutlass.max(1, kv_bytes))
+    return (units + most - 1) // most
+
+
+def section_width(units: Int32, kv_bytes: Int32) -> Int32:
+    """Of the widest section of longest_first, in units."""
+    sections = _sections(units, kv_bytes)
+    return (units + sections - 1) // sections
+
+
 @cute.jit
 def longest_first(
     index: Int32, m_blocks: Int32, heads_q: Int32, batch: Int32, kv_bytes: Int32, group: Int32
@@ -71,8 +82,7 @@ def longest_first(
     kv_bytes: K and V of one head. `group` query heads read the same K and V, so they count once.
     """
     units = heads_q * batch // group
-    most = cutlass.max(1, L2_SECTION_BYTES // cutlass.max(1, kv_bytes))
-    sections = (units + most - 1) // most
+    sections = _sections(units, kv_bytes)
     # Widths differ by one unit at most: a narrow last section would leave most SMs waiting for its longest tile.
     width, wide_sections = units // sections, units % sections
     wide_tiles = wide_sections * (width + 1) * group * m_blocks

@@ -1,14 +1,19 @@
 """Limits of a call that backends share whatever the GPU: one sentence each, with the number."""
 
-from cute_flash.spec.problem import Problem
+from cute_flash.spec.problem import CACHE, DENSE, PACKED, Problem
 
 DTYPES = ("bfloat16", "float16")  # of the CuTe-DSL kernels
 HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
+CALLS = {PACKED: "packed sequences (attention_varlen)", CACHE: "key-value caches (attention_kvcache)"}
 
 
-def refuse_call(problem: Problem, features: frozenset[str], dtypes: tuple[str, ...] = DTYPES) -> tuple[str, ...]:
-    """On the right device. features: options beyond the plain call that the backend serves."""
+def refuse_call(
+    problem: Problem, features: frozenset[str], dtypes: tuple[str, ...] = DTYPES, forms: tuple[str, ...] = (DENSE,)
+) -> tuple[str, ...]:
+    """On the right device. features: options beyond the plain call that the backend serves; forms likewise."""
     reasons = []
+    if problem.form not in forms:
+        reasons.append(f"{CALLS[problem.form]} are not built yet")
     if problem.dtype not in dtypes:
         reasons.append(f"dtype {problem.dtype} is not one of {', '.join(dtypes)}")
     for name, value in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

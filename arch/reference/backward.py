@@ -31,6 +31,12 @@ class Saved:
         q, k, v, out, lse, dout = (t[batch] for t in (self.q, self.k, self.v, self.out, self.lse, self.dout))
         return Saved(q, k, v, out, lse, dout, None if self.dlse is None else self.dlse[batch])
 
+    def sequence(self, rows: slice, keys: slice) -> "Saved":
+        """Of packed sequences, one."""
+        q, out, dout = (t[:, rows] for t in (self.q, self.out, self.dout))
+        dlse = None if self.dlse is None else self.dlse[:, :, rows]
+        return Saved(q, self.k[:, keys], self.v[:, keys], out, self.lse[:, :, rows], dout, dlse)
+
 
 def row_statistics(saved: Saved, rows: Span, dout_rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """LSE (0 where -inf) and delta, both (batch, heads_kv, group * rows, 1). Rows without keys get delta 0."""

@@ -1,12 +1,13 @@
 """What the reference can do: any device and floating dtype, and the options that have a meaning here."""
 
 from cute_flash.spec.device import Device
-from cute_flash.spec.problem import Problem
+from cute_flash.spec.problem import CACHE, DENSE, PACKED, Problem
 
 from ..common.support import refuse_call
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
+FORMS = (DENSE, PACKED, CACHE)
 
 
 def native(device: Device) -> bool:
@@ -15,4 +16,4 @@ def native(device: Device) -> bool:
 
 
 def refuse(problem: Problem) -> tuple[str, ...]:
-    return refuse_call(problem, FEATURES, DTYPES)
+    return refuse_call(problem, FEATURES, DTYPES, FORMS)

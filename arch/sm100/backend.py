@@ -60,7 +60,7 @@ class Sm100Backend:
             lse_grad=problem.lse_grad,
             deterministic=problem.deterministic,
             tile=tiles.backward_tile(*widths),
-            variant=tiles.backward_variant(widths[0]),
+            variant=tiles.backward_variant(*widths),
             softcap="softcap" in problem.features,
         )
 

@@ -19,11 +19,12 @@ from cute_flash.spec.plan import Plan
 
 from ..common import delta
 from ..common.entry import BoundedEntry, PlainEntry
-from ..common.keyunits import Unit, first_key_tile, unit_of
+from ..common.keyunits import Unit, first_key_tile, unit_count, unit_of
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
+from .backward_pair import PairedKeyTilesSm100
 from .grad import convert
-from .grad.epilogue import GradientRoom, ReduceContext, leave, reduce_step
+from .grad.epilogue import DqPlace, GradientRoom, ReduceContext, leave, reduce_step
 from .grad.load import Feed, load_role, tile_copy
 from .grad.memory import BackwardLayouts, BackwardShape, TmaSource, backward_layouts, backward_storage, operand_layouts
 from .grad.mma import BackwardMmas, make_operands, multiply
@@ -32,7 +33,7 @@ from .grad.schedule import BackwardSchedule
 from .grad.weights import WeighContext, WeighPlan, weigh_step
 from .pipeline import after_wait, before_arrive, ring_start
 from .schedule import ROWS, WARPGROUP, WARPS_PER_GROUP
-from .tiles import DQ_SLOTS, TMEM_COLUMNS, backward_parts
+from .tiles import DQ_SLOTS, PAIR, PAIRS, TMEM_COLUMNS, backward_pairs_pay, backward_parts, backward_turns
 
 
 class Sources(NamedTuple):
@@ -97,9 +98,8 @@ class KeyTileSm100:
             dv=source(store, dv, layouts.v, ROWS, shape.width_v),
         )
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], *bounds)
-        key_blocks = cute.ceil_div(sizes.seqlen_k, self.tile.tile_n)
         self.kernel(sources, scratch, factors, sizes, layouts).launch(
-            grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1),
+            grid=(unit_count(sizes, self.tile), 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,  # tells ptxas the register count at entry; without it setmaxnreg is ignored
             stream=stream,
@@ -119,7 +119,7 @@ class KeyTileSm100:
         cute.arch.sync_threads()
         after_wait()
         room = self._room(storage, layouts, bars)
-        unit = unit_of(sizes, self.tile, (shape.width_qk, shape.width_v), self.mask)
+        unit = unit_of(cute.arch.block_idx()[0], sizes, self.tile, (shape.width_qk, shape.width_v), self.mask)
         if warp >= schedule.mma_warp:
             cute.arch.setmaxregister_decrease(schedule.other_registers)
             if warp == schedule.load_warp:
@@ -235,16 +235,17 @@ class KeyTileSm100:
     def reduce(self, room: Room, scratch: delta.Scratch, unit: Unit, sizes: Sizes):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         context = ReduceContext(room.bars, room.tmem, room.dq, thread)
+        place = DqPlace(self.shape.dq_column, self.shape.dq_columns, self.shape.dq_chunk)
         tiles = unit.tiles
         for member in cutlass.range(unit.group, unroll=1):
             for index in cutlass.range(tiles.count, unroll=1):
                 at, head = tiles.first + index, unit.head_first + member
-                order = (None, 0)
+                order = (None, 0, 0)
                 if cutlass.const_expr(self.deterministic):
                     first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
-                    order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
+                    order = (scratch.turns[None, at, head, unit.batch], 0, unit.key_block - first)
                 sums = scratch.dq[None, at, head, unit.batch]
-                reduce_step(context, self.shape, sums, member * tiles.count + index, order)
+                reduce_step(context, place, sums, member * tiles.count + index, order)
         if cute.arch.make_warp_uniform(thread // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -254,28 +255,53 @@ class BackwardSm100(PlainEntry):
 
     def __init__(self, plan: Plan, dtype: type):
         self.kernels = tuple(KeyTileSm100(plan, dtype, part) for part in backward_parts(plan.variant))
+        self.pair = PairedKeyTilesSm100(plan, dtype) if plan.variant == PAIRS else None
         self.tile_m, self.widths = plan.tile.tile_m, (plan.head_dim, plan.head_dim_v)
         self.softcap, self.deterministic = plan.softcap, plan.deterministic
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
-        """Three kernels or four; see common/entry.py."""
+        """Three kernels or four; see common/entry.py. Where a Plan has pairs, the keys of a call decide."""
         q, k, v, do, dq, dk, dv = tensors
         o, lse, dlse = others
         scale, left, right, softcap = numbers
         width_qk, width_v = self.widths
         by_row_tile = (cute.ceil_div(q.shape[1], self.tile_m), q.shape[2], q.shape[0])
-        scratch = delta.scratch_of(memory, by_row_tile, self.tile_m, width_qk, 1 if self.deterministic else 0)
+        turns = backward_turns(self.pair is not None) if self.deterministic else 0
+        scratch = delta.scratch_of(memory, by_row_tile, self.tile_m, width_qk, turns)
         delta.prepare_kernel(do, o, lse, dlse, scratch, self.tile_m, width_v).launch(
             grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
         )
         factors = (scale, scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
             factors = (scale, softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
+        tensors = (q, k, v, do, dk, dv)
+        if cutlass.const_expr(self.pair is not None):
+            if backward_pairs_pay(k.shape[1]):
+                self.pair.launch(tensors, scratch, factors, (left, right), stream)
+                self._convert(scratch.dq, dq, scale, by_row_tile, PAIR, stream)
+            else:
+                self._launch_alone(tensors, scratch, factors, (left, right), stream)
+                self._convert(scratch.dq, dq, scale, by_row_tile, 1, stream)
+        else:
+            self._launch_alone(tensors, scratch, factors, (left, right), stream)
+            self._convert(scratch.dq, dq, scale, by_row_tile, 1, stream)
+
+    @cute.jit
+    def _launch_alone(self, tensors: tuple, scratch: delta.Scratch, factors: tuple, bounds: tuple, stream):
         for kernel in self.kernels:
-            kernel.launch((q, k, v, do, dk, dv), scratch, factors, (left, right), stream)
-        change = convert.convert_kernel if self.tile_m == ROWS else convert.convert_transposed_kernel
-        change(scratch.dq, dq, scale, width_qk).launch(grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream)
+            kernel.launch(tensors, scratch, factors, bounds, stream)
+
+    @cute.jit
+    def _convert(
+        self, sums: cute.Tensor, dq: cute.Tensor, scale: Float32, grid: tuple, ctas: cutlass.Constexpr[int], stream
+    ):
+        width_qk, block = self.widths[0], (convert.THREADS, 1, 1)
+        if cutlass.const_expr(self.tile_m == ROWS and ctas == 1):
+            convert.convert_kernel(sums, dq, scale, width_qk).launch(grid=grid, block=block, stream=stream)
+        else:
+            change = convert.convert_transposed_kernel(sums, dq, scale, (width_qk, ctas))
+            change.launch(grid=grid, block=block, stream=stream)
 
 
 class BoundedBackwardSm100(BoundedEntry, BackwardSm100):

@@ -18,6 +18,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from ..common.blocks import KeyTiles, key_tiles, part_of, window_tiles
+from ..common.entry import ForwardEntry
 from ..common.numeric import LOG2_E, fresh
 from ..common.order import Rounds, WorkTile, head_by_head, longest_first, rounds_of, tile_count
 from ..common.rowstate import inverse_total, make_row_state, reset
@@ -101,7 +102,7 @@ class Room(NamedTuple):
     tmem: cute.Pointer
 
 
-class ForwardSm100:
+class ForwardSm100(ForwardEntry):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
     def __init__(self, plan: Plan, dtype: type, ctas: int = 1):
@@ -117,18 +118,8 @@ class ForwardSm100:
         self.query_mmas = ForwardMmas(replace(self.shape, ctas=1), dtype)  # each CTA loads its own query rows
         self.softmax_plan = SoftmaxPlan(self.shape, dtype, emulated_pairs(plan.arch, plan.head_dim))
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
-        k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v)
-        o: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
-        lse: cute.Tensor | None,  # (batch, heads_q, seqlen_q)
-        scale: Float32,
-        stream,
-    ):
-        self.launch((q, k, v, o), Results(lse), Softening(scale * LOG2_E), (None, None), stream)
+    def run(self, tensors: tuple, lse: cute.Tensor | None, numbers: tuple, counter: None, stream):
+        self.launch(tensors, Results(lse), Softening(numbers[0] * LOG2_E), (None, None), stream)
 
     @cute.jit
     def launch(self, tensors: tuple, results: Results, softening: Softening, bounds: tuple, stream):

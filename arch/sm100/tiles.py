@@ -176,8 +176,27 @@ def backward_tile(width_qk: int, width_v: int) -> Tile:
     return Tile(ROWS if max(width_qk, width_v) <= NARROW else WIDE_ROWS, KEYS)
 
 
-def backward_variant(width_qk: int) -> str:
-    return FUSED if width_qk <= NARROW else APART
+# Cycles of an SM that 128 x 128 scores take at widths 128 on their slowest pipe, shared memory, alone and in pairs.
+BACKWARD_PAIR_CYCLES = (3328, 2688)
+
+
+def backward_variant(width_qk: int, width_v: int) -> str:
+    """Below widths of 128 exponentials and conversions of a tile take as long as what a pair saves."""
+    if width_qk > NARROW:
+        return APART
+    return PAIRS if width_qk == width_v == NARROW else FUSED
+
+
+def backward_pairs_pay(seqlen_k):
+    """seqlen_k: an int, or an Int32 at run time. As pairs_pay, of tiles of keys."""
+    alone, together = BACKWARD_PAIR_CYCLES
+    tiles = (seqlen_k + KEYS - 1) // KEYS
+    return (tiles % PAIR == 0) | (tiles >= -(-together // (alone - together)))
+
+
+def backward_turns(pairs: bool) -> int:
+    """Parts of a tile of dQ that CTAs add to in turn: in pairs each has half of the columns."""
+    return PAIR if pairs else 1
 
 
 def backward_parts(variant: str) -> tuple[str, ...]:
@@ -201,4 +220,5 @@ def backward_scratch(plan: Plan) -> ScratchRule:
     """dQ while it is summed, then LSE and delta of every row; if in turn, a counter a tile."""
     if plan.tile is None:
         raise ValueError(f"a plan without a tile has no scratch: {plan}")
-    return ScratchRule(plan.tile.tile_m, plan.head_dim + 2, 1 if plan.deterministic else 0)
+    turns = backward_turns(plan.variant == PAIRS) if plan.deterministic else 0
+    return ScratchRule(plan.tile.tile_m, plan.head_dim + 2, turns)

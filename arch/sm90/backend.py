@@ -52,10 +52,10 @@ class Sm90Backend:
             head_dim_v=widths[1],
             lse_grad=problem.lse_grad,
             deterministic=problem.deterministic or not tiles.fused_backward(*dims),
-            ctas=0,
+            ctas=problem.device.sm_count,
             draws=False,
             tile=tile,
-            variant=tiles.backward_variant(*dims),
+            variant=tiles.backward_variant(*dims, str(mask), tile),
         )
 
     def split(self, plan: Plan) -> Plan | None:

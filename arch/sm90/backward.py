@@ -1,8 +1,10 @@
-"""Backward on Hopper: a CTA owns a tile of keys, walks the query tiles that see it, and keeps dK and dV in registers.
+"""Backward on Hopper: a CTA takes tiles of keys, walks the query tiles that see each, and keeps dK and dV in registers.
 
 FlashAttention-2 (arXiv 2307.08691), algorithm 2, with FlashAttention-3's (arXiv 2407.08608) division of labour: a warp
 feeds Q and dO by TMA, MMA warpgroups recompute P, and another warp adds each tile of dQ to global memory. The query
-heads of a group are walked by one CTA, so dK and dV need no addition in memory.
+heads of a group are walked by one CTA, so dK and dV need no addition in memory. CTAs stay: the feeding warp draws the
+next unit, a tile of keys of a head, when the last loads of one are on their way, and dK and dV leave from registers, so
+that the next K, V, Q and dO arrive meanwhile. A CTA for each would pay 9500 cycles between its start and its end.
 """
 
 from typing import NamedTuple
@@ -18,29 +20,23 @@ from cute_flash.spec.plan import Plan
 
 from ..common import delta
 from ..common.entry import BoundedEntry, PlainEntry
-from ..common.keyunits import Unit, first_key_tile, unit_of
+from ..common.keyunits import Unit, ahead_of, first_key_tile, ticket_of, unit_count, unit_from, unit_of
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
-from .grad import convert
-from .grad.epilogue import GradientRoom, add_dq, hand_over_dq, store_rows
-from .grad.load import Feed, load_role, prefetch_descriptors, tile_copy
+from .epilogue import store_direct
+from .grad import convert, zeros
+from .grad.epilogue import add_dq, hand_over_dq
+from .grad.load import Feed, feed_unit, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
-from .grad.memory import BackwardLayouts, TmaSource, backward_layouts, backward_storage
+from .grad.memory import ZEROS, BackwardLayouts, TmaSource, backward_layouts, backward_storage
 from .grad.mma import Accumulators, BackwardMmas, Operands, as_operand, issue, make_accumulators, make_operands
-from .grad.pipeline import (
-    DQ_EMPTY,
-    DQ_THREADS,
-    DS_STORED,
-    OPERANDS_DEAD,
-    BackwardPipelines,
-    backward_states,
-    open_backward,
-)
-from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, backward_schedule
+from .grad.pipeline import DS_STORED, BackwardPipelines, backward_states, open_backward
+from .grad.queue import announce, draw, open_units, receive, unit_states
+from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, ZERO_WARP, backward_schedule
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .tiles import dq_width
+from .tiles import ALTERNATE, dq_width
 
 
 class Sources(NamedTuple):
@@ -50,8 +46,6 @@ class Sources(NamedTuple):
     k: TmaSource
     v: TmaSource
     do: TmaSource
-    dk: TmaSource
-    dv: TmaSource
 
 
 class MmaContext(NamedTuple):
@@ -62,10 +56,9 @@ class MmaContext(NamedTuple):
     acc: Accumulators
     s_rows: cute.Tensor  # (2 * tile_m, stages)
     s_ds: cute.Tensor  # (tile_m, tile_n, slots)
-    s_dq: cute.Tensor  # (elements, warpgroups)
+    s_dq: cute.Tensor  # (elements, parts)
     factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
     thread: Int32  # among the MMA threads
-    key_start: Int32
     seqlens: tuple
     bounds: tuple  # (left, right) of a window
 
@@ -78,10 +71,13 @@ class BackwardSm90(PlainEntry):
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
+        self.alternate = plan.variant == ALTERNATE
+        self.deterministic, self.max_ctas = plan.deterministic, plan.ctas
+        self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
+        self.mmas = BackwardMmas(
+            plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype, alternate=self.alternate
+        )
         self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
-        self.deterministic = plan.deterministic
-        self.width_dq = dq_width(plan.head_dim, plan.tile)
-        self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype)
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
@@ -91,55 +87,57 @@ class BackwardSm90(PlainEntry):
         scale, left, right, softcap = numbers
         tile, widths = self.tile, (self.width_qk, self.width_v, self.width_dq)
         layouts = backward_layouts(tile, widths, self.mmas.dq_columns, self.dtype)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        op = cpasync.CopyBulkTensorTileG2SOp()
 
-        def source(op, tensor, layout, rows, width):
+        def source(tensor, layout, rows, width):
             view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
             box = cute.slice_(layout, (None, None, 0))
             return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (rows, width)))
 
         sources = Sources(
-            q=source(load, q, layouts.q, tile.tile_m, self.width_qk),
-            k=source(load, k, layouts.k, tile.tile_n, self.width_dq),
-            v=source(load, v, layouts.v, tile.tile_n, self.width_v),
-            do=source(load, do, layouts.do, tile.tile_m, self.width_v),
-            dk=source(store, dk, layouts.dk, ROWS_PER_WARPGROUP, self.width_qk),
-            dv=source(store, dv, layouts.dv, ROWS_PER_WARPGROUP, self.width_v),
+            q=source(q, layouts.q, tile.tile_m, self.width_qk),
+            k=source(k, layouts.k, tile.tile_n, self.width_dq),
+            v=source(v, layouts.v, tile.tile_n, self.width_v),
+            do=source(do, layouts.do, tile.tile_m, self.width_v),
         )
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
-        parts = self.schedule.mma_warpgroups if self.deterministic else 0
-        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts)
-        delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v).launch(
+        parts = self.mmas.dq_parts if self.deterministic else 0
+        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=True)
+        units, ahead = unit_count(sizes, tile), ahead_of(sizes, tile, widths[:2], self.mask)
+        delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, ahead).launch(
             grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
         )
         factors = (scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
-        key_blocks = cute.ceil_div(sizes.seqlen_k, tile.tile_n)
-        self.kernel(sources, scratch, scale, factors, sizes, layouts).launch(
-            grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1),
+        zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, units)
+        self.kernel(sources, (zeroing, dk, dv), scale, factors, sizes, layouts).launch(
+            grid=(cutlass.min(units, self.max_ctas), 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
         shape = (tile.tile_m, self.mmas.dq_columns)
         convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
-            grid=by_row_tile, block=(convert.THREADS, 1, 1), stream=stream
+            grid=by_row_tile, block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
         self,
         sources: Sources,
-        scratch: delta.Scratch,
+        results: tuple,  # (zeroing, dk, dv)
         scale: Float32,
         factors: tuple,
         sizes: Sizes,
         layouts: BackwardLayouts,
     ):
         tile, schedule = self.tile, self.schedule
+        zeroing, dk, dv = results
+        scratch = zeroing.scratch
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         prefetch_descriptors(warp_index, (sources.k, sources.q, sources.v, sources.do))
@@ -151,26 +149,22 @@ class BackwardSm90(PlainEntry):
         s_k, s_v = room(storage.k, layouts.k), room(storage.v, layouts.v)
         s_q, s_do, s_ds = room(storage.q, layouts.q), room(storage.do, layouts.do), room(storage.ds, layouts.ds)
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
-        parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, schedule.mma_warpgroups)
+        parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, self.mmas.dq_parts)
         s_dq = storage.dq.get_tensor(cute.make_layout(parts))
+        receivers = schedule.mma_warps + self.mmas.dq_parts + 1
+        ring = open_units(storage.unit_barriers.data_ptr(), storage.units.data_ptr(), receivers)
+        units = ring, sizes.heads_q // sizes.heads_kv
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
 
-        unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
+            cute.arch.griddepcontrol_wait()
             if warp_index == LOAD_WARP:
-                boxes = (tile.tile_m, self.width_qk), (tile.tile_m, self.width_v)
-                feed = Feed(
-                    k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_dq), unit.batch),
-                    v=tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), unit.batch),
-                    q=tile_copy(sources.q, s_q, boxes[0], unit.batch),
-                    do=tile_copy(sources.do, s_do, boxes[1], unit.batch),
-                    row_values=scratch.rows[None, None, None, unit.batch],
-                    s_rows=s_rows,
-                )
-                load_role(pipes, feed, unit, tile.stages)
-            elif warp_index < FIRST_ADD_WARP + schedule.mma_warpgroups:
-                self.add_role(s_dq, scratch, unit, warp_index - FIRST_ADD_WARP, sizes)
+                self.load_role(pipes, units, (sources, scratch), (s_k, s_v, s_q, s_do, s_rows), sizes)
+            elif warp_index < FIRST_ADD_WARP + self.mmas.dq_parts:
+                self.add_role(s_dq, zeroing, units, warp_index - FIRST_ADD_WARP, sizes)
+            elif warp_index == ZERO_WARP:
+                zeros.zero_role(zeroing, storage.zeros.get_tensor(cute.make_layout(ZEROS)), ring)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             context = MmaContext(
@@ -182,62 +176,112 @@ class BackwardSm90(PlainEntry):
                 s_dq=s_dq,
                 factors=factors,
                 thread=thread - WARPGROUP,
-                key_start=unit.key_block * tile.tile_n,
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),
             )
-            self.mma_role(context, unit)
-            rooms = (
-                GradientRoom(room(storage.k, layouts.dk), sources.dk),
-                GradientRoom(room(storage.v, layouts.dv), sources.dv),
+            self.mma_role(context, units, (dk, dv), scale)
+
+    @cute.jit
+    def load_role(self, pipes: BackwardPipelines, units: tuple, origin: tuple, rooms: tuple, sizes: Sizes):
+        sources, scratch = origin
+        s_k, s_v, s_q, s_do, s_rows = rooms
+        tile, widths = self.tile, (self.width_qk, self.width_v)
+        ring, _ = units
+        states = backward_states(pipelines.PipelineUserType.Producer, tile.stages)
+        ticket_state, count = unit_states(pipelines.PipelineUserType.Producer), unit_count(sizes, tile)
+        index = cute.arch.block_idx()[0]
+        while index < count:
+            unit = unit_of(index, sizes, tile, widths, self.mask)
+            ticket_state = announce(ring, ticket_state, ticket_of(index + 1, unit))
+            feed = Feed(
+                k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_dq), unit.batch),
+                v=tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), unit.batch),
+                q=tile_copy(sources.q, s_q, (tile.tile_m, self.width_qk), unit.batch),
+                do=tile_copy(sources.do, s_do, (tile.tile_m, self.width_v), unit.batch),
+                row_values=scratch.rows[None, None, None, unit.batch],
+                s_rows=s_rows,
             )
-            self.leave(context.acc, rooms, unit, thread - WARPGROUP, scale)
+            states = feed_unit(pipes, states, feed, unit)
+            index = cute.arch.grid_dim()[0] + draw(scratch.counters, 0)
+        announce(ring, ticket_state, (Int32(0),))
 
     @cute.jit
-    def add_role(self, s_dq: cute.Tensor, scratch: delta.Scratch, unit: Unit, group: Int32, sizes: Sizes):
-        tiles = unit.tiles
-        if tiles.count > 0:
-            cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
-        for member in cutlass.range(unit.group, unroll=1):
-            for step in cutlass.range(tiles.count, unroll=1):
-                at, head = tiles.first + step, unit.head_first + member
-                parts = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
-                more = (member + 1 < unit.group) | (step + 1 < tiles.count)
-                order = (None, 0)
-                if cutlass.const_expr(self.deterministic):
-                    first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
-                    order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
-                add_dq(s_dq, parts, group, more, order)
+    def add_role(self, s_dq: cute.Tensor, zeroing: zeros.Zeroing, units: tuple, group: Int32, sizes: Sizes):
+        scratch = zeroing.scratch
+        ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
+        ring, group_size = units
+        ticket, ticket_state = receive(ring, ticket_state)
+        while ticket[0] != 0:
+            unit = unit_from(ticket, group_size)
+            zeros.wait_zeroed(zeroing, unit)
+            for member in cutlass.range(unit.group, unroll=1):
+                for step in cutlass.range(unit.tiles.count, unroll=1):
+                    at, head = unit.tiles.first + step, unit.head_first + member
+                    parts = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
+                    order = (None, 0)
+                    if cutlass.const_expr(self.deterministic):
+                        first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
+                        order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
+                    add_dq(s_dq, parts, group, order)
+            ticket, ticket_state = receive(ring, ticket_state)
 
     @cute.jit
-    def mma_role(self, context: MmaContext, unit: Unit):
+    def mma_role(self, context: MmaContext, units: tuple, targets: tuple, scale: Float32):
+        """`targets`: (dk, dv)."""
+        acc, thread, tile_n = context.acc, context.thread, self.tile.tile_n
+        dk, dv = targets
+        states = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
+        ring, group_size = units
+        ticket, ticket_state = receive(ring, ticket_state)
+        while ticket[0] != 0:
+            unit = unit_from(ticket, group_size)
+            states = self.through(context, states, unit)
+            row_start = unit.key_block * tile_n
+            self.leave(acc.dv, dv[unit.batch, None, unit.head_kv, None], thread, row_start, self.width_v)
+            acc.dk.store(acc.dk.load() * scale)
+            self.leave(acc.dk, dk[unit.batch, None, unit.head_kv, None], thread, row_start, self.width_qk)
+            ticket, ticket_state = receive(ring, ticket_state)
+
+    def leave(self, acc: cute.Tensor, rows: cute.Tensor, thread: Int32, row_start: Int32, width: int):
+        """A warpgroup's 64 keys of dK or dV. rows: (seqlen_k, head_dim)."""
+        store_direct(acc, rows, thread, row_start, self.dtype)
+
+    @cute.jit
+    def through(self, context: MmaContext, states: tuple, unit: Unit):
+        """One unit. -> the states moved on"""
         pipes, acc = context.pipes, context.acc
-        k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        kv_state, q_state, do_state = states
         acc.dk.fill(0.0)
         acc.dv.fill(0.0)
-        tiles, steps = unit.tiles, unit.tiles.count * unit.group
-        if steps > 0:
-            wait_full(pipes.k, k_state)
-            wait_full(pipes.v, v_state)
-            at = tiles.first
-            for step in cutlass.range(steps, unroll=1):
-                masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
-                self.step(context, q_state, do_state, (at, step % 2, masked))
-                q_state.advance()
-                do_state.advance()
-                at += 1
-                if at == tiles.last:
-                    at = tiles.first
+        tiles, key_start = unit.tiles, unit.key_block * self.tile.tile_n
+        wait_full(pipes.k, kv_state)
+        wait_full(pipes.v, kv_state)
+        at, left = tiles.first, tiles.count * unit.group
+        if left == 0:
+            pipes.k.consumer_release(kv_state)
+            pipes.v.consumer_release(kv_state)
+        for _ in cutlass.range(left, unroll=1):
+            masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
+            left -= 1
+            self.step(context, (kv_state, q_state, do_state), (at, key_start), masked, left == 0)
+            q_state.advance()
+            do_state.advance()
+            at += 1
+            if at == tiles.last:
+                at = tiles.first
+        kv_state.advance()
+        return kv_state, q_state, do_state
 
     @cute.jit
-    def step(self, context: MmaContext, q_state, do_state, turn: tuple):
-        """One query tile. `turn`: (tile, slot of dS, is it masked).
+    def step(self, context: MmaContext, states: tuple, turn: tuple, masked, last):
+        """One query tile. `turn`: (tile, first key); after the `last` one K and V are given back.
 
         P is formed under dP, and dQ leaves under dK. dV is issued when dS is done: before, its matmuls would stand in
         the way of dS in the warp's order while the tensor cores work for another warpgroup.
         """
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
-        at, ds_slot, masked = turn
+        kv_state, q_state, do_state = states
         wait_full(pipes.q, q_state)
         q, do = ops.q[None, None, None, q_state.index], ops.do[None, None, None, do_state.index]
         issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], q, False)
@@ -245,7 +289,8 @@ class BackwardSm90(PlainEntry):
         issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], do, False)
         warpgroup.wait_group(1)
         if masked:
-            place = (at * self.tile.tile_m, context.key_start)
+            at, key_start = turn
+            place = (at * self.tile.tile_m, key_start)
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
         rows = cute.local_tile(context.s_rows[None, q_state.index], (self.tile.tile_m,), (None,))  # (tile_m, 2)
         if cutlass.const_expr(self.softcap):
@@ -253,20 +298,40 @@ class BackwardSm90(PlainEntry):
         else:
             probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.kind)
         warpgroup.wait_group(0)
+        if last:
+            pipes.v.consumer_release(kv_state)
         score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
+        ds_slot = q_state.index
         self.store_ds(acc, context.s_ds[None, None, ds_slot], thread)
         do_columns = ops.do_columns[None, None, None, do_state.index]
         issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
         ds, k_columns = ops.ds[None, None, None, ds_slot], ops.k_columns[None, None, None, 0]
-        issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
-        warpgroup.wait_group(1)
-        pipes.do.consumer_release(do_state)
         q_columns = ops.q_columns[None, None, None, q_state.index]
-        issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
-        warpgroup.wait_group(1)
-        hand_over_dq(acc.dq, context.s_dq, thread)
+        if cutlass.const_expr(self.alternate):
+            if cute.arch.make_warp_uniform(thread // WARPGROUP) == ds_slot:
+                cute.arch.barrier(barrier_id=DS_STORED + ds_slot, number_of_threads=self.schedule.mma_threads)
+                warpgroup.wait_group(0)
+                issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
+                warpgroup.wait_group(0)
+                hand_over_dq(acc.dq, context.s_dq, Int32(0), thread)
+            else:
+                cute.arch.barrier_arrive(barrier_id=DS_STORED + ds_slot, number_of_threads=self.schedule.mma_threads)
+                warpgroup.wait_group(0)
+            pipes.do.consumer_release(do_state)
+            if last:
+                pipes.k.consumer_release(kv_state)
+            issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
+        else:
+            cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
+            issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
+            warpgroup.wait_group(1)
+            pipes.do.consumer_release(do_state)
+            issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
+            warpgroup.wait_group(1)
+            if last:
+                pipes.k.consumer_release(kv_state)
+            hand_over_dq(acc.dq, context.s_dq, cute.arch.make_warp_uniform(thread // WARPGROUP), thread)
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
 
@@ -277,19 +342,6 @@ class BackwardSm90(PlainEntry):
         by_keys = cute.make_tensor(s_ds.iterator, cute.select(s_ds.layout, mode=[1, 0]))
         rounded = cute.make_tensor(cute.recast_ptr(acc.ds_packed.iterator, dtype=self.dtype), acc.s.layout)
         cute.copy(atom, copy.retile(rounded), copy.partition_D(by_keys))
-
-    @cute.jit
-    def leave(self, acc: Accumulators, rooms: tuple, unit: Unit, thread: Int32, scale: Float32):
-        """dV, then dK times the scale."""
-        dk_room, dv_room = rooms
-        cute.arch.barrier(barrier_id=OPERANDS_DEAD, number_of_threads=self.schedule.mma_threads)
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        place = (unit.key_block * self.schedule.mma_warpgroups + group, unit.head_kv, unit.batch)
-        store_rows(acc.dv, dv_room, place, thread, self.width_v)
-        acc.dk.store(acc.dk.load() * scale)
-        store_rows(acc.dk, dk_room, place, thread, self.width_qk)
-        if cute.arch.make_warp_uniform(thread // 32) % 4 == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 class BoundedBackwardSm90(BoundedEntry, BackwardSm90):

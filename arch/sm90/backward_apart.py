@@ -13,6 +13,7 @@ from ..common.entry import BoundedEntry, PlainEntry
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .dkdv import KeyGradientsSm90
+from .dkdv_whole import WholeKeyGradientsSm90
 from .dq import QueryGradientsSm90
 
 
@@ -21,7 +22,8 @@ class ApartBackwardSm90(PlainEntry):
 
     def __init__(self, plan: Plan, dtype: type):
         self.tile_m, self.width_v, self.softcap = plan.tile.tile_m, plan.head_dim_v, plan.softcap
-        self.keys, self.queries = KeyGradientsSm90(plan, dtype), QueryGradientsSm90(plan, dtype)
+        keys = WholeKeyGradientsSm90 if plan.tile.tile_n == 128 else KeyGradientsSm90
+        self.keys, self.queries = keys(plan, dtype), QueryGradientsSm90(plan, dtype)
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
@@ -31,15 +33,15 @@ class ApartBackwardSm90(PlainEntry):
         scale, left, right, softcap = numbers
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         by_row_tile = (cute.ceil_div(sizes.seqlen_q, self.tile_m), sizes.heads_q, sizes.batch)
-        scratch = delta.scratch_of(memory, by_row_tile, self.tile_m, 0)
+        scratch = delta.scratch_of(memory, by_row_tile, self.tile_m, 0, counters=2)
         delta.prepare_kernel(do, o, lse, dlse, scratch, self.tile_m, self.width_v).launch(
             grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
         )
         factors = (scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
-        self.keys.launch((q, k, v, do, dk, dv), scratch.rows, (scale, factors), sizes, stream)
-        self.queries.launch((q, k, v, do, dq), scratch.rows, (scale, factors), sizes, stream)
+        self.keys.launch((q, k, v, do, dk, dv), scratch, (scale, factors), sizes, stream)
+        self.queries.launch((q, k, v, do, dq), scratch, (scale, factors), sizes, stream)
 
 
 class BoundedApartBackwardSm90(BoundedEntry, ApartBackwardSm90):

@@ -1,4 +1,4 @@
-"""dK and dV of wide heads on Hopper, in a kernel of their own: a CTA owns 64 keys, walks the query tiles that see them.
+"""dK and dV of wide heads on Hopper, in a kernel of their own: a CTA takes 64 keys at a time, walks their query tiles.
 
 The accumulators of dQ find no room beside dK and dV here, and every 64 keys would add a tile of dQ to memory: S and dP
 are computed once more instead (dq.py). So nothing is added in memory, and the result is bitwise repeatable.
@@ -8,21 +8,23 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipelines
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
 
-from ..common.keyunits import Unit, unit_of
+from ..common.delta import Scratch
+from ..common.keyunits import unit_count
 from ..common.order import Sizes
-from .grad.epilogue import GradientRoom, store_columns
-from .grad.load import Feed, load_role, prefetch_descriptors, tile_copy
+from .backward import BackwardSm90
+from .epilogue import store_direct
+from .grad.load import prefetch_descriptors
 from .grad.mask import mask_transposed
 from .grad.memory import TmaSource, WideLayouts, wide_layouts, wide_storage
 from .grad.mma import issue
-from .grad.pipeline import DS_STORED, OPERANDS_DEAD, BackwardPipelines, backward_states, open_backward
+from .grad.pipeline import DS_STORED, BackwardPipelines, open_backward
+from .grad.queue import open_units
 from .grad.schedule import LOAD_WARP, backward_schedule
 from .grad.weights import capped_probabilities, probabilities, score_gradients
 from .grad.wide_mma import WideAccumulators, WideMmas, WideOperands, make_wide_accumulators, make_wide_operands
@@ -39,8 +41,6 @@ class Sources(NamedTuple):
     k: TmaSource
     v: TmaSource
     do: TmaSource
-    dk: TmaSource
-    dv: TmaSource
 
 
 class MmaContext(NamedTuple):
@@ -53,47 +53,43 @@ class MmaContext(NamedTuple):
     weights: tuple  # (P^T, dS^T), each (tile_n, tile_m, slots)
     factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
     thread: Int32  # among the MMA threads
-    key_start: Int32
     seqlens: tuple
     bounds: tuple  # (left, right) of a window
 
 
-class KeyGradientsSm90:
+class KeyGradientsSm90(BackwardSm90):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
     def __init__(self, plan: Plan, dtype: type):
-        self.tile = plan.tile
-        self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
+        self.tile, self.max_ctas = plan.tile, plan.ctas
+        self.width_qk, self.width_v, self.width_dq = plan.head_dim, plan.head_dim_v, plan.head_dim
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.schedule = backward_schedule(WARPGROUPS)
         self.mmas = WideMmas(plan.tile, plan.head_dim, plan.head_dim_v, WARPGROUPS, dtype)
 
     @cute.jit
-    def launch(self, moved: tuple, rows: cute.Tensor, numbers: tuple, sizes: Sizes, stream):
-        """`moved`: (q, k, v, do, dk, dv), through TMA; `rows`: see common/delta.py; `numbers`: (scale, factors)."""
+    def launch(self, moved: tuple, scratch: Scratch, numbers: tuple, sizes: Sizes, stream):
+        """`moved`: (q, k, v, do, dk, dv), through TMA; `numbers`: (scale, factors)."""
         q, k, v, do, dk, dv = moved
         scale, factors = numbers
         tile = self.tile
         layouts = wide_layouts(tile, self.width_qk, self.width_v, WARPGROUPS, self.dtype)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        op = cpasync.CopyBulkTensorTileG2SOp()
 
-        def source(op, tensor, layout, rows, width):
+        def source(tensor, layout, rows, width):
             view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
             box = cute.slice_(layout, (None, None, 0))
             return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (rows, width)))
 
         sources = Sources(
-            q=source(load, q, layouts.q, tile.tile_m, self.width_qk),
-            k=source(load, k, layouts.k, tile.tile_n, self.width_qk),
-            v=source(load, v, layouts.v, tile.tile_n, self.width_v),
-            do=source(load, do, layouts.do, tile.tile_m, self.width_v),
-            dk=source(store, dk, layouts.dk, tile.tile_n, self.width_qk // WARPGROUPS),
-            dv=source(store, dv, layouts.dv, tile.tile_n, self.width_v // WARPGROUPS),
+            q=source(q, layouts.q, tile.tile_m, self.width_qk),
+            k=source(k, layouts.k, tile.tile_n, self.width_qk),
+            v=source(v, layouts.v, tile.tile_n, self.width_v),
+            do=source(do, layouts.do, tile.tile_m, self.width_v),
         )
-        key_blocks = cute.ceil_div(sizes.seqlen_k, tile.tile_n)
-        self.kernel(sources, rows, scale, factors, sizes, layouts).launch(
-            grid=(key_blocks * sizes.heads_kv * sizes.batch, 1, 1),
+        self.kernel(sources, (scratch, dk, dv), scale, factors, sizes, layouts).launch(
+            grid=(cutlass.min(unit_count(sizes, tile), self.max_ctas), 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
@@ -103,13 +99,14 @@ class KeyGradientsSm90:
     def kernel(
         self,
         sources: Sources,
-        rows: cute.Tensor,
+        results: tuple,  # (scratch, dk, dv)
         scale: Float32,
         factors: tuple,
         sizes: Sizes,
         layouts: WideLayouts,
     ):
         tile, schedule = self.tile, self.schedule
+        scratch, dk, dv = results
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         prefetch_descriptors(warp_index, (sources.k, sources.q, sources.v, sources.do))
@@ -122,22 +119,13 @@ class KeyGradientsSm90:
         s_q, s_do = room(storage.q, layouts.q), room(storage.do, layouts.do)
         s_p, s_ds = room(storage.p, layouts.weights), room(storage.ds, layouts.weights)
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
+        ring = open_units(storage.unit_barriers.data_ptr(), storage.units.data_ptr(), schedule.mma_warps)
+        units = ring, sizes.heads_q // sizes.heads_kv
         pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
-
-        unit = unit_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp_index == LOAD_WARP:
-                boxes = (tile.tile_m, self.width_qk), (tile.tile_m, self.width_v)
-                feed = Feed(
-                    k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_qk), unit.batch),
-                    v=tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), unit.batch),
-                    q=tile_copy(sources.q, s_q, boxes[0], unit.batch),
-                    do=tile_copy(sources.do, s_do, boxes[1], unit.batch),
-                    row_values=rows[None, None, None, unit.batch],
-                    s_rows=s_rows,
-                )
-                load_role(pipes, feed, unit, tile.stages)
+                self.load_role(pipes, units, (sources, scratch), (s_k, s_v, s_q, s_do, s_rows), sizes)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             group = warp_index // 4 - 1
@@ -149,47 +137,36 @@ class KeyGradientsSm90:
                 weights=(s_p, s_ds),
                 factors=factors,
                 thread=thread - WARPGROUP,
-                key_start=unit.key_block * tile.tile_n,
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),
             )
-            self.mma_role(context, unit)
-            cute.arch.barrier(barrier_id=OPERANDS_DEAD, number_of_threads=schedule.mma_threads)
-            acc, place = context.acc, (unit.key_block, unit.head_kv, unit.batch)
-            dv_room = GradientRoom(room(storage.v, layouts.dv), sources.dv)
-            store_columns(acc.dv, dv_room, place, thread - WARPGROUP, self.width_v // WARPGROUPS)
-            acc.dk.store(acc.dk.load() * scale)
-            dk_room = GradientRoom(room(storage.k, layouts.dk), sources.dk)
-            store_columns(acc.dk, dk_room, place, thread - WARPGROUP, self.width_qk // WARPGROUPS)
-            if warp_index % 4 == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.mma_role(context, units, (dk, dv), scale)
+
+    def leave(self, acc: cute.Tensor, rows: cute.Tensor, thread: Int32, row_start: Int32, width: int):
+        """A warpgroup's columns of dK or dV. rows: (seqlen_k, head_dim)."""
+        column = cute.arch.make_warp_uniform(thread // WARPGROUP) * (width // WARPGROUPS)
+        beyond = cute.make_layout((rows.shape[0], rows.shape[1] - column), stride=rows.stride)
+        there = cute.make_tensor(cute.domain_offset((0, column), rows).iterator, beyond)
+        store_direct(acc, there, thread % WARPGROUP, row_start, self.dtype)
 
     @cute.jit
-    def mma_role(self, context: MmaContext, unit: Unit):
-        """One tile after the other: dK and dV of a tile, issued behind the next one's scores, hold up its softmax."""
-        pipes, acc = context.pipes, context.acc
-        k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
-        acc.dk.fill(0.0)
-        acc.dv.fill(0.0)
-        tiles, steps = unit.tiles, unit.tiles.count * unit.group
-        if steps > 0:
-            wait_full(pipes.k, k_state)
-            wait_full(pipes.v, v_state)
-            at = tiles.first
-            for step in cutlass.range(steps, unroll=1):
-                masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
-                self.issue_scores(context, q_state, do_state)
-                self.form_weights(context, q_state, (at, step % 2, masked))
-                self.issue_gradients(context, q_state, do_state, step % 2)
-                warpgroup.wait_group(1)
-                pipes.q.consumer_release(q_state)
-                warpgroup.wait_group(0)
-                pipes.do.consumer_release(do_state)
-                q_state.advance()
-                do_state.advance()
-                at += 1
-                if at == tiles.last:
-                    at = tiles.first
+    def step(self, context: MmaContext, states: tuple, turn: tuple, masked, last):
+        """One query tile. `turn`: (tile, first key); after the `last` one K and V are given back.
+
+        One tile after the other: dK and dV of a tile, issued behind the next one's scores, hold up its softmax.
+        """
+        pipes = context.pipes
+        kv_state, q_state, do_state = states
+        self.issue_scores(context, q_state, do_state)
+        self.form_weights(context, q_state, turn, masked)
+        if last:
+            pipes.k.consumer_release(kv_state)
+            pipes.v.consumer_release(kv_state)
+        self.issue_gradients(context, q_state, do_state, q_state.index)
+        warpgroup.wait_group(1)
+        pipes.q.consumer_release(q_state)
+        warpgroup.wait_group(0)
+        pipes.do.consumer_release(do_state)
 
     @cute.jit
     def issue_scores(self, context: MmaContext, q_state, do_state):
@@ -211,16 +188,16 @@ class KeyGradientsSm90:
         issue(self.mmas.by_keys(self.width_v), acc.dv, ops.p[None, None, None, slot], do_columns, True)
 
     @cute.jit
-    def form_weights(self, context: MmaContext, q_state, turn: tuple):
-        """P^T and dS^T into shared memory, when S^T and dP^T are there. `turn`: (tile, slot, is it masked)."""
-        acc, tile_m = context.acc, self.tile.tile_m
-        at, slot, masked = turn
+    def form_weights(self, context: MmaContext, q_state, turn: tuple, masked):
+        """P^T and dS^T into shared memory, when S^T and dP^T are there. `turn`: (tile, first key)."""
+        acc, tile_m, slot = context.acc, self.tile.tile_m, q_state.index
         thread, group = context.thread % WARPGROUP, cute.arch.make_warp_uniform(context.thread // WARPGROUP)
         columns = tile_m // WARPGROUPS
         rows = cute.local_tile(context.s_rows[None, q_state.index], (columns,), (None,))  # (columns, 2 * warpgroups)
         warpgroup.wait_group(1)
         if masked:
-            place = (at * tile_m + group * columns, context.key_start)
+            at, key_start = turn
+            place = (at * tile_m + group * columns, key_start)
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
         if cutlass.const_expr(self.softcap):
             capped_probabilities(acc.s, acc.p_packed, rows[None, group], thread, context.factors, self.kind)

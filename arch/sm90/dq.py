@@ -16,15 +16,16 @@ from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
 
-from ..common.blocks import KeyTiles, key_tiles, window_tiles
-from ..common.delta import value_place
+from ..common.blocks import KeyTiles, key_tiles, never_none, window_tiles
+from ..common.delta import Scratch, value_place
 from ..common.numeric import NEG_INF, exp2, pack_fragment
 from ..common.order import Sizes, head_by_head, longest_first, tile_count
-from .grad.epilogue import GradientRoom, store_rows
+from .epilogue import store_direct
 from .grad.load import fetch, prefetch_descriptors, tile_copy
 from .grad.memory import RowLayouts, TmaSource, row_layouts, row_storage, transposed
 from .grad.mma import as_operand, issue
-from .grad.pipeline import OPERANDS_DEAD, RowPipelines, open_rows, row_states
+from .grad.pipeline import RowPipelines, open_rows, row_states
+from .grad.queue import UnitRing, announce, draw, open_units, receive, unit_states
 from .grad.schedule import backward_schedule
 from .grad.weights import capped_weights
 from .mask import mask_scores, mask_window
@@ -44,13 +45,13 @@ class Sources(NamedTuple):
     do: TmaSource
     k: TmaSource
     v: TmaSource
-    dq: TmaSource
 
 
 class MmaContext(NamedTuple):
     """Everything an MMA warpgroup needs in its loop; read-only."""
 
     pipes: RowPipelines
+    ring: UnitRing
     q: cute.Tensor  # descriptors: A of S
     do: cute.Tensor  # A of dP
     k: cute.Tensor  # B of S
@@ -60,11 +61,8 @@ class MmaContext(NamedTuple):
     dp: cute.Tensor  # the same shape
     ds_packed: cute.Tensor  # (tile_n / 4,) Int32
     dq: cute.Tensor  # ((2, 2, width_qk / 8), 1, 1)
-    lse_log2: tuple  # of the thread's two rows
-    delta: tuple
     factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
     thread: Int32  # among the MMA threads
-    row_start: Int32
     seqlens: tuple
     bounds: tuple  # (left, right) of a window
 
@@ -73,7 +71,7 @@ class QueryGradientsSm90:
     """One Plan's kernel. Everything read here comes from the Plan."""
 
     def __init__(self, plan: Plan, dtype: type):
-        self.tile, self.value_tile_m = DQ_TILE, plan.tile.tile_m
+        self.tile, self.value_tile_m, self.max_ctas = DQ_TILE, plan.tile.tile_m, plan.ctas
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype = dtype
@@ -90,34 +88,38 @@ class QueryGradientsSm90:
         return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, K_MAJOR, MN_MAJOR, Float32, layout, shape, RMEM)
 
     @cute.jit
-    def launch(self, moved: tuple, rows: cute.Tensor, numbers: tuple, sizes: Sizes, stream):
-        """`moved`: (q, k, v, do, dq), through TMA; `rows`: see common/delta.py; `numbers`: (scale, factors)."""
+    def launch(self, moved: tuple, scratch: Scratch, numbers: tuple, sizes: Sizes, stream):
+        """`moved`: (q, k, v, do, dq); `numbers`: (scale, factors)."""
         q, k, v, do, dq = moved
         scale, factors = numbers
         tile, layouts = self.tile, row_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        op = cpasync.CopyBulkTensorTileG2SOp()
 
-        def source(op, tensor, layout, rows, width):
+        def source(tensor, layout, rows, width):
             view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
             box = cute.slice_(layout, (None, None, 0))
             return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (rows, width)))
 
         sources = Sources(
-            q=source(load, q, layouts.q, tile.tile_m, self.width_qk),
-            do=source(load, do, layouts.do, tile.tile_m, self.width_v),
-            k=source(load, k, layouts.k, tile.tile_n, self.width_qk),
-            v=source(load, v, layouts.v, tile.tile_n, self.width_v),
-            dq=source(store, dq, layouts.dq, ROWS_PER_WARPGROUP, self.width_qk),
+            q=source(q, layouts.q, tile.tile_m, self.width_qk),
+            do=source(do, layouts.do, tile.tile_m, self.width_v),
+            k=source(k, layouts.k, tile.tile_n, self.width_qk),
+            v=source(v, layouts.v, tile.tile_n, self.width_v),
         )
-        count = tile_count(sizes.seqlen_q, tile.tile_m, sizes.heads_q, sizes.batch)
-        self.kernel(sources, rows, scale, factors, sizes, layouts).launch(
-            grid=(count, 1, 1), block=(self.schedule.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        self.kernel(sources, (scratch, dq), scale, factors, sizes, layouts).launch(
+            grid=(cutlass.min(self.count(sizes), self.max_ctas), 1, 1),
+            block=(self.schedule.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
+    def count(self, sizes: Sizes) -> Int32:
+        """Of units."""
+        return tile_count(sizes.seqlen_q, self.tile.tile_m, sizes.heads_q, sizes.batch)
+
     @cute.jit
-    def unit(self, sizes: Sizes) -> tuple:
-        """(work tile, its key tiles) of the CTA that asks."""
-        index, _, _ = cute.arch.block_idx()
+    def unit(self, index: Int32, sizes: Sizes) -> tuple:
+        """(work tile, its key tiles) of the index-th."""
         tile, m_blocks = self.tile, cute.ceil_div(sizes.seqlen_q, self.tile.tile_m)
         if cutlass.const_expr(self.mask.causal and not self.mask.left):
             keys = cutlass.min(sizes.seqlen_k, 1 << 20)  # beyond any L2, and the product stays within 32 bits
@@ -133,19 +135,20 @@ class QueryGradientsSm90:
         else:
             causal = self.mask.causal
             tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, causal)
-        return work, tiles
+        return work, never_none(tiles, cute.ceil_div(sizes.seqlen_k, tile.tile_n))
 
     @cute.kernel
     def kernel(
         self,
         sources: Sources,
-        rows: cute.Tensor,
+        results: tuple,  # (scratch, dq)
         scale: Float32,
         factors: tuple,
         sizes: Sizes,
         layouts: RowLayouts,
     ):
         tile, schedule = self.tile, self.schedule
+        scratch, dq = results
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         prefetch_descriptors(warp_index, (sources.q, sources.k, sources.do, sources.v))
@@ -156,29 +159,20 @@ class QueryGradientsSm90:
 
         s_q, s_do = room(storage.q, layouts.q), room(storage.do, layouts.do)
         s_k, s_v = room(storage.k, layouts.k), room(storage.v, layouts.v)
+        ring = open_units(storage.unit_barriers.data_ptr(), storage.units.data_ptr(), schedule.mma_warps)
         pipes = open_rows(storage, layouts, tile.stages, self.dtype, schedule)
-        work, tiles = self.unit(sizes)
-        head_kv = work.head // (sizes.heads_q // sizes.heads_kv)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp_index == 0:
-                copies = (
-                    tile_copy(sources.q, s_q, (tile.tile_m, self.width_qk), work.batch),
-                    tile_copy(sources.do, s_do, (tile.tile_m, self.width_v), work.batch),
-                    tile_copy(sources.k, s_k, (tile.tile_n, self.width_qk), work.batch),
-                    tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), work.batch),
-                )
-                self.load_role(pipes, copies, work, head_kv, tiles)
+                self.load_role((pipes, ring), sources, (s_q, s_do, s_k, s_v), scratch.counters, sizes)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
-            thread -= WARPGROUP
             first = (warp_index // 4 - 1) * WARPGROUP
             scores, products = self.scores_mma(), self.dq_mma()
             part, dq_part = scores.get_slice(first), products.get_slice(first)
-            row_start = work.m_block * tile.tile_m
-            lse_log2, delta = self.row_values(rows[None, None, work.head, work.batch], row_start, thread, sizes)
             context = MmaContext(
                 pipes=pipes,
+                ring=ring,
                 q=scores.make_fragment_A(part.partition_A(s_q)),
                 do=scores.make_fragment_A(part.partition_A(s_do)),
                 k=scores.make_fragment_B(part.partition_B(s_k)),
@@ -188,109 +182,152 @@ class QueryGradientsSm90:
                 dp=cute.make_rmem_tensor(part.partition_shape_C((tile.tile_m, tile.tile_n)), Float32),
                 ds_packed=cute.make_rmem_tensor((tile.tile_n // 4,), Int32),
                 dq=cute.make_rmem_tensor(dq_part.partition_shape_C((tile.tile_m, self.width_qk)), Float32),
-                lse_log2=lse_log2,
-                delta=delta,
                 factors=factors,
-                thread=thread,
-                row_start=row_start,
+                thread=thread - WARPGROUP,
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),
             )
-            self.mma_role(context, tiles)
-            context.dq.store(context.dq.load() * scale)
-            cute.arch.barrier(barrier_id=OPERANDS_DEAD, number_of_threads=schedule.mma_threads)
-            block = work.m_block * schedule.mma_warpgroups + warp_index // 4 - 1
-            out, place = GradientRoom(room(storage.q, layouts.dq), sources.dq), (block, work.head, work.batch)
-            store_rows(context.dq, out, place, thread, self.width_qk)
-            if warp_index % 4 == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.mma_role(context, (scratch.rows, dq), scale)
 
     @cute.jit
-    def row_values(self, rows: cute.Tensor, row_start: Int32, thread: Int32, sizes: Sizes) -> tuple:
-        """(LSE in base 2, delta) of the thread's two rows, a pair each. rows: (2 * value_tile_m, tiles)."""
+    def row_values(self, rows: cute.Tensor, ticket: tuple, thread: Int32, seqlen_q: Int32) -> tuple:
+        """(LSE in base 2, delta) of the thread's two rows, a pair each. rows: see Scratch."""
+        live, m_block, head, batch = ticket[:4]
         lse, delta = [], []
         for r in cutlass.range_constexpr(2):
-            row = row_start + first_row(thread) + 8 * r
+            row = m_block * self.tile.tile_m + first_row(thread) + 8 * r
             tile, within = row // self.value_tile_m, value_place(row % self.value_tile_m, self.value_tile_m)
             value, shift = Float32(-NEG_INF), Float32(0.0)
-            if row < sizes.seqlen_q:
-                value = rows[within, tile]
-                shift = rows[self.value_tile_m + within, tile]
+            if row < seqlen_q and live != 0:
+                value = rows[within, tile, head, batch]
+                shift = rows[self.value_tile_m + within, tile, head, batch]
             lse.append(value)
             delta.append(shift)
         return (lse[0], lse[1]), (delta[0], delta[1])
 
     @cute.jit
-    def load_role(self, pipes: RowPipelines, copies: tuple, work, head_kv: Int32, tiles: KeyTiles):
-        q_state, do_state, k_state, v_state = row_states(pipelines.PipelineUserType.Producer, self.tile.stages)
+    def load_role(self, edges: tuple, sources: Sources, rooms: tuple, counters: cute.Tensor, sizes: Sizes):
+        """`edges`: (pipelines, ring of units)."""
+        pipes, ring = edges
+        s_q, s_do, s_k, s_v = rooms
+        tile, group = self.tile, sizes.heads_q // sizes.heads_kv
+        states = row_states(pipelines.PipelineUserType.Producer, tile.stages)
+        ticket_state, count = unit_states(pipelines.PipelineUserType.Producer), self.count(sizes)
+        index = cute.arch.block_idx()[0]
+        while index < count:
+            work, tiles = self.unit(index, sizes)
+            ticket = (Int32(1), work.m_block, work.head, work.batch, tiles.first, tiles.last, tiles.unmasked)
+            if cutlass.const_expr(tiles.whole is not None):
+                ticket = (*ticket, tiles.whole)
+            ticket_state = announce(ring, ticket_state, ticket)
+            copies = (
+                tile_copy(sources.q, s_q, (tile.tile_m, self.width_qk), work.batch),
+                tile_copy(sources.do, s_do, (tile.tile_m, self.width_v), work.batch),
+                tile_copy(sources.k, s_k, (tile.tile_n, self.width_qk), work.batch),
+                tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), work.batch),
+            )
+            states = self.feed(pipes, states, copies, (work.m_block, work.head, work.head // group), tiles)
+            index = cute.arch.grid_dim()[0] + draw(counters, 1)
+        announce(ring, ticket_state, (Int32(0),))
+
+    @cute.jit
+    def feed(self, pipes: RowPipelines, states: tuple, copies: tuple, place: tuple, tiles: KeyTiles):
+        """One unit. `place`: (query tile, head, head of K and V). -> the states moved on"""
+        q_state, do_state, k_state, v_state = states
         q, do, k, v = copies
-        count = tiles.last - tiles.first
-        if count > 0:
-            fetch(pipes.q, q_state, q, work.m_block, work.head)
-            for step in cutlass.range(count, unroll=1):
-                at = tiles.last - 1 - step
-                fetch(pipes.k, k_state, k, at, head_kv)
-                k_state.advance()
-                if step == 0:
-                    fetch(pipes.do, do_state, do, work.m_block, work.head)
-                fetch(pipes.v, v_state, v, at, head_kv)
-                v_state.advance()
+        m_block, head, head_kv = place
+        fetch(pipes.q, q_state, q, m_block, head)
+        for step in cutlass.range(tiles.last - tiles.first, unroll=1):
+            at = tiles.last - 1 - step
+            fetch(pipes.k, k_state, k, at, head_kv)
+            k_state.advance()
+            if step == 0:
+                fetch(pipes.do, do_state, do, m_block, head)
+            fetch(pipes.v, v_state, v, at, head_kv)
+            v_state.advance()
+        q_state.advance()
+        do_state.advance()
+        return q_state, do_state, k_state, v_state
 
     @cute.jit
-    def mma_role(self, context: MmaContext, tiles: KeyTiles):
+    def mma_role(self, context: MmaContext, results: tuple, scale: Float32):
+        """`results`: (rows, dq), rows as in Scratch."""
+        rows, dq = results
+        thread, seqlen_q = context.thread, context.seqlens[0]
+        states = row_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
+        ticket, ticket_state = receive(context.ring, ticket_state)
+        values = self.row_values(rows, ticket, thread, seqlen_q)
+        while ticket[0] != 0:
+            _, m_block, head, batch, first, last, unmasked, whole = ticket
+            row_start = m_block * self.tile.tile_m
+            states = self.through(context, states, (row_start, *values), KeyTiles(first, last, unmasked, whole))
+            ticket, ticket_state = receive(context.ring, ticket_state)
+            values = self.row_values(rows, ticket, thread, seqlen_q)  # arrive while dQ leaves
+            context.dq.store(context.dq.load() * scale)
+            store_direct(context.dq, dq[batch, None, head, None], thread, row_start, self.dtype)
+
+    @cute.jit
+    def through(self, context: MmaContext, states: tuple, place: tuple, tiles: KeyTiles):
+        """One unit. `place`: (first row, LSE, delta). -> the states moved on"""
         pipes = context.pipes
-        q_state, do_state, k_state, v_state = row_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        q_state, do_state, k_state, v_state = states
         context.dq.fill(0.0)
-        count = tiles.last - tiles.first
-        if count > 0:
-            wait_full(pipes.q, q_state)
-            for step in cutlass.range(count, unroll=1):
-                at = tiles.last - 1 - step
-                wait_full(pipes.k, k_state)
-                k = context.k[None, None, None, k_state.index]
-                issue(self.scores_mma(), context.s, context.q[None, None, None, 0], k, False)
-                wait_full(pipes.do, do_state)
-                wait_full(pipes.v, v_state)
-                v = context.v[None, None, None, v_state.index]
-                issue(self.scores_mma(), context.dp, context.do[None, None, None, 0], v, False)
-                warpgroup.wait_group(1)
-                self.form_weights(context, at, tiles)
-                warpgroup.wait_group(0)
-                pipes.v.consumer_release(v_state)
-                self.score_gradients(context)
-                k_columns = context.k_columns[None, None, None, k_state.index]
-                issue(self.dq_mma(), context.dq, as_operand(context.ds_packed, self.dtype), k_columns, True)
-                warpgroup.wait_group(0)
-                pipes.k.consumer_release(k_state)
-                k_state.advance()
-                v_state.advance()
+        wait_full(pipes.q, q_state)
+        for step in cutlass.range(tiles.last - tiles.first, unroll=1):
+            at = tiles.last - 1 - step
+            wait_full(pipes.k, k_state)
+            k = context.k[None, None, None, k_state.index]
+            issue(self.scores_mma(), context.s, context.q[None, None, None, 0], k, False)
+            wait_full(pipes.do, do_state)
+            wait_full(pipes.v, v_state)
+            v = context.v[None, None, None, v_state.index]
+            issue(self.scores_mma(), context.dp, context.do[None, None, None, 0], v, False)
+            warpgroup.wait_group(1)
+            self.form_weights(context, place, at, tiles)
+            warpgroup.wait_group(0)
+            if at == tiles.first:
+                pipes.q.consumer_release(q_state)
+                pipes.do.consumer_release(do_state)
+            pipes.v.consumer_release(v_state)
+            self.score_gradients(context, place[2])
+            k_columns = context.k_columns[None, None, None, k_state.index]
+            issue(self.dq_mma(), context.dq, as_operand(context.ds_packed, self.dtype), k_columns, True)
+            warpgroup.wait_group(0)
+            pipes.k.consumer_release(k_state)
+            k_state.advance()
+            v_state.advance()
+        q_state.advance()
+        do_state.advance()
+        return q_state, do_state, k_state, v_state
 
     @cute.jit
-    def form_weights(self, context: MmaContext, at: Int32, tiles: KeyTiles):
-        """Scores become P, or P times the slope of the softcap."""
+    def form_weights(self, context: MmaContext, place: tuple, at: Int32, tiles: KeyTiles):
+        """Scores become P, or P times the slope of the softcap. `place`: see through."""
         scores, thread = context.s, context.thread
+        row_start, lse_log2, _ = place
         hidden = at >= tiles.unmasked
         if cutlass.const_expr(self.mask.left):
             hidden = hidden | (at < tiles.whole)
         key_start = at * self.tile.tile_n
         if hidden:
             if cutlass.const_expr(self.mask.windowed):
-                place = (context.row_start, key_start)
-                mask_window(scores, thread, place, context.seqlens, context.bounds, self.mask, self.tile)
+                corner = (row_start, key_start)
+                mask_window(scores, thread, corner, context.seqlens, context.bounds, self.mask, self.tile)
             else:
-                mask_scores(scores, thread, context.row_start, key_start, context.seqlens, self.mask.causal)
+                mask_scores(scores, thread, row_start, key_start, context.seqlens, self.mask.causal)
         view = rows_view(scores)
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
                 if cutlass.const_expr(self.softcap):
-                    _, view[r, c] = capped_weights(view[r, c], context.lse_log2[r], context.factors)
+                    _, view[r, c] = capped_weights(view[r, c], lse_log2[r], context.factors)
                 else:
-                    view[r, c] = exp2(view[r, c] * context.factors[0] - context.lse_log2[r])
+                    view[r, c] = exp2(view[r, c] * context.factors[0] - lse_log2[r])
 
     @cute.jit
-    def score_gradients(self, context: MmaContext):
+    def score_gradients(self, context: MmaContext, delta: tuple):
         view, gradients = rows_view(context.s), rows_view(context.dp)
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
-                view[r, c] = view[r, c] * (gradients[r, c] - context.delta[r])
+                view[r, c] = view[r, c] * (gradients[r, c] - delta[r])
         pack_fragment(context.s, context.ds_packed, self.dtype)

@@ -17,6 +17,7 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from ..common.combine import launch_combine
+from ..common.entry import DrawnBoundedForwardEntry, DrawnForwardEntry, ForwardEntry, SplitForwardEntry
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes, rounds_of
 from ..common.rowstate import make_row_state
@@ -42,7 +43,7 @@ class Sources(NamedTuple):
     o: TmaSource | None  # (seqlen_q, head_dim_v, heads_q, batch)
 
 
-class ForwardSm90:
+class ForwardSm90(ForwardEntry):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
     def __init__(self, plan: Plan, dtype: type):
@@ -53,18 +54,8 @@ class ForwardSm90:
         self.walk = Walk(plan, self.units, dtype)
         self.schedule = self.walk.schedule
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
-        k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
-        v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v)
-        o: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
-        lse: cute.Tensor | None,  # (batch, heads_q, seqlen_q)
-        scale: Float32,
-        stream,
-    ):
-        self.launch((q, k, v, o), lse, None, None, (scale, None, None, None), stream)
+    def run(self, tensors: tuple, lse: cute.Tensor | None, numbers: tuple, counter: cute.Tensor | None, stream):
+        self.launch(tensors, lse, None, counter, numbers, stream)
 
     @cute.jit
     def launch(
@@ -196,60 +187,18 @@ class ForwardSm90:
             step += 1
 
 
-class DrawnForwardSm90(ForwardSm90):
+class DrawnForwardSm90(DrawnForwardEntry, ForwardSm90):
     """The same kernel for query tiles of unequal length: CTAs draw the next one."""
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        scale: Float32,
-        counter: cute.Tensor,  # (1,) int32, zero before and after
-        stream,
-    ):
-        self.launch((q, k, v, o), lse, None, counter, (scale, None, None, None), stream)
+
+class BoundedForwardSm90(DrawnBoundedForwardEntry, ForwardSm90):
+    """The same kernel for Plans that are not plain; its CTAs draw, too."""
 
 
-class BoundedForwardSm90(ForwardSm90):
-    """The same kernel for Plans that are not plain: a window's bounds and a softcap arrive beside the scale."""
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        scale: Float32,
-        left: Int32,
-        right: Int32,
-        softcap: Float32,
-        counter: cute.Tensor,  # see DrawnForwardSm90
-        stream,
-    ):
-        self.launch((q, k, v, o), lse, None, counter, (scale, left, right, softcap), stream)
-
-
-class SplitForwardSm90(ForwardSm90):
+class SplitForwardSm90(SplitForwardEntry, ForwardSm90):
     """The same kernel for query tiles too few to fill the GPU: several CTAs share one, each with a run of keys."""
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor | None,
-        scale: Float32,
-        o_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, width_v) float32
-        state_partial: cute.Tensor,  # (splits, batch, heads_q, seqlen_q, 2) float32
-        stream,
-    ):
-        self.launch((q, k, v, o), state_partial, o_partial, None, (scale, None, None, None), stream)
-        launch_combine(o_partial, state_partial, o, lse, stream)
+    def run_split(self, tensors: tuple, lse: cute.Tensor | None, scale: Float32, partials: tuple, stream):
+        o_partial, state_partial = partials
+        self.launch(tensors, state_partial, o_partial, None, (scale, None, None, None), stream)
+        launch_combine(o_partial, state_partial, tensors[3], lse, stream)

@@ -135,6 +135,8 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
 
 
+ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward take turns at dQ
+
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
 FUSED_WIDTH = 128  # of q and k, and of v, at most where one kernel makes dQ, dK and dV: what dK, dV, S^T and dP^T of a
@@ -157,21 +159,26 @@ def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return _halved(head_dim), _halved(head_dim_v)
 
 
+WHOLE_WIDTHS = 320  # of dK and dV together at most where a warpgroup holds all columns of 64 keys
+
+
 def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
-    """Rows measured: perf/results/hopper_backward_variants.csv, d=64 causal S=4096 469 against 392 for 64 rows.
+    """Rows measured: perf/results/hopper_backward_variants.csv, d=64 causal S=4096 488 against 404 for 64 rows.
 
     Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
     and dV, tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240
-    registers (with a softcap or a window it spills a few words), else 64. Apart, 64 keys and 64 rows (dQ: DQ_TILE)."""
+    registers (with a softcap or a window it spills a few words), else 64. Apart, 64 rows (dQ: DQ_TILE) and 128 keys
+    where dK and dV of 64 fit a warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more), else
+    64 (dkdv.py)."""
     width_qk, width_v = backward_widths(head_dim, head_dim_v)
     if not fused_backward(head_dim, head_dim_v):
-        return Tile(64, 64, stages=2)
+        return Tile(64, 128 if width_qk + width_v <= WHOLE_WIDTHS and plain else 64, stages=2)
     return Tile(128 if width_qk + width_v <= 128 and plain else 64, 128, stages=2)
 
 
-def dq_width(width_qk: int, tile: Tile) -> int:
+def dq_width(width_qk: int, tile: Tile, variant: str) -> int:
     """Of K and dQ in the fused kernel: two warpgroups share the columns of dQ where a tile has 64 rows."""
-    return _halved(width_qk) if tile.tile_m == 64 else width_qk
+    return _halved(width_qk) if tile.tile_m == 64 and variant != ALTERNATE else width_qk
 
 
 # Of the kernel for dQ where the kernels are apart: two warpgroups of 64 rows; K has two slots, V one. Both kernels
@@ -180,24 +187,41 @@ def dq_width(width_qk: int, tile: Tile) -> int:
 DQ_TILE = Tile(128, 64, stages=2)
 
 
-def backward_variant(head_dim: int, head_dim_v: int) -> str:
-    return "" if fused_backward(head_dim, head_dim_v) else APART
+# Where tiles have 64 rows: does one MMA warpgroup make all of a tile's dQ, and the other that of the next tile? NVIDIA
+# H200, 2026-11-30, half of the columns each / in turn, S=4096: d=128 full 556 566, causal 515 513 (S=1024: 454 455,
+# 363 357); d=96 causal 456 495, because halves of 48 columns are none that wgmma reads, and K and dQ are 128 wide
+# instead (perf/results/hopper_backward_variants.csv, run 4).
+ALTERNATING = {(128, 128, "full")}
+
+
+def backward_variant(head_dim: int, head_dim_v: int, mask: str, tile: Tile) -> str:
+    if not fused_backward(head_dim, head_dim_v):
+        return APART
+    widths = width(head_dim), width(head_dim_v)
+    gains = widths[0] % 64 != 0 or (*widths, mask) in ALTERNATING
+    return ALTERNATE if tile.tile_m == 64 and gains else ""
 
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == APART:
-        return (replace(plan, tile=Tile(64, 64, stages=3)),) if plan.head_dim < 256 else ()
+        return (replace(plan, tile=Tile(64, 64, stages=2)),)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
-    return tuple(replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows)
+    tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
+    return tuple(
+        replace(each, variant=variant)
+        for each in tiles
+        for variant in ("", ALTERNATE)
+        if each.tile.tile_m == 64 or variant == ""
+    )
 
 
 def backward_scratch(plan: Plan) -> ScratchRule:
     """dQ while it is summed, where it is, then LSE and delta of every row; if in turn, a counter for both parts of a
-    tile."""
+    tile; the counter of units and one for every head of K and V."""
     if plan.tile is None:
         raise ValueError(f"a plan without a tile has no scratch: {plan}")
     if plan.variant == APART:
-        return ScratchRule(plan.tile.tile_m, 2)
-    width_dq = dq_width(plan.head_dim, plan.tile)
-    return ScratchRule(plan.tile.tile_m, width_dq + 2, 2 if plan.deterministic else 0)
+        return ScratchRule(plan.tile.tile_m, 2, 2)
+    width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
+    return ScratchRule(plan.tile.tile_m, width_dq + 2, 4 if plan.deterministic else 2)

@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from cute_flash.spec.plan import Plan, Tile
+from cute_flash.spec.problem import PACKED
 
 from .operands import Operand, Spec
 
@@ -53,6 +54,11 @@ def bound_types(plan: Plan) -> tuple[str | None, str | None, str | None]:
     """Of a kernel's left, right and softcap."""
     has_right = plan.mask.right and not plan.mask.causal
     return "i32" if plan.mask.left else None, "i32" if has_right else None, "fp32" if plan.softcap else None
+
+
+def length_types(plan: Plan) -> tuple[tuple[str, str] | None, str | None]:
+    """Of a kernel's lengths and sequences."""
+    return (("*i32", "*i32"), "i32") if plan.form == PACKED else (None, None)
 
 
 def compile_kernel(kernel: Any, arguments: tuple[Any, ...], arch: str, tile: Tile) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
+from cute_flash.spec.problem import BACKWARD, CACHE, FORWARD, Problem
 from cute_flash.spec.scratch import ScratchRule
 
 from . import support, tiles
@@ -29,7 +29,7 @@ class TritonBackend:
         padded = (head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v)
         widest = max(head_dim, head_dim_v)
         ieee = problem.dtype == "float32" and problem.ieee_float32
-        return Plan(
+        plan = Plan(
             backend=self.name,
             direction=problem.direction,
             arch=f"{capability[0]}.{capability[1]}",
@@ -43,8 +43,14 @@ class TritonBackend:
             ieee_float32=ieee,
             softcap="softcap" in problem.features,
             tile=tiles.choose(problem.direction, widest, problem.dtype, ieee, capability),
+            form=problem.form,
+            page_size=problem.page_size,
             variant=tiles.variant(problem.direction, widest, padded, problem.dtype, capability),
         )
+        if problem.form == CACHE:
+            return tiles.for_cache(plan, problem.few_rows)
+        few = problem.few_rows, problem.few_keys
+        return tiles.for_sequences(plan, *few) if any(few) else plan
 
     def split(self, plan: Plan) -> Plan | None:
         return None
@@ -56,7 +62,9 @@ class TritonBackend:
         return None
 
     def build(self, plan: Plan) -> Callable[..., Any]:
-        if plan.direction == FORWARD:
+        if plan.form == CACHE:
+            from . import cache as kernels
+        elif plan.direction == FORWARD:
             from . import forward as kernels
         else:
             from . import backward as kernels

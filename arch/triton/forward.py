@@ -9,7 +9,7 @@ import triton.language as tl
 
 from cute_flash.spec.plan import Plan
 
-from .ahead import bound_types, compile_kernel, launch_options, operand_types
+from .ahead import bound_types, compile_kernel, launch_options, length_types, operand_types
 from .operands import (
     LN_2,
     LOG2_E,
@@ -35,6 +35,7 @@ from .operands import (
     store_tile,
     zeros,
 )
+from .sequences import lengths_taker, sequence_place, tiles_of
 from .tiles import PADDED
 
 
@@ -72,22 +73,28 @@ def _walk_keys(state, q_tile, kv, rows, span, sizes, factors, spec: tl.constexpr
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_forward(
-    qkv, out, lse, seqlen_q, seqlen_k, heads, group, scale_log2, left, right, softcap, spec: tl.constexpr
-):
+    qkv, out, lse, lengths,
+    seqlen_q, seqlen_k, sequences, heads, group, scale_log2, left, right, softcap, spec: tl.constexpr,
+):  # fmt: skip
     qk_columns: tl.constexpr = spec.qk
     v_columns: tl.constexpr = spec.v
     q, k, v = qkv
-    sizes = Sizes(seqlen_q, seqlen_k, heads, group, left, right)
     tile_m: tl.constexpr = spec.tile_m
-    tile, head, batch = grid_place(seqlen_q, heads, tile_m)
-    if spec.causal:  # longest rows first
-        tile = tl.cdiv(seqlen_q, tile_m) - 1 - tile
+    sizes = Sizes(seqlen_q, seqlen_k, heads, group, left, right, seqlen_q)
+    tile, head, batch = grid_place(sizes, sequences, tile_m, False, spec)
+    if spec.packed:
+        tile, first_q, rows_q, first_k, keys_k = sequence_place(tile, lengths, sequences, sizes, tile_m, False)
+        sizes = Sizes(rows_q, keys_k, heads, group, left, right, seqlen_q, first_q, first_k)
+        if tile * tile_m >= sizes.seqlen_q:
+            return
     start = tile * tile_m
     rows = start + tl.arange(0, tile_m)
 
-    q_tile = load_tile(head_start(q, batch, head, qk_columns), q, start, seqlen_q, tile_m, qk_columns)
+    q_base = head_start(q, batch, head, sizes.first_q, qk_columns)
+    q_tile = load_tile(q_base, q, start, sizes.seqlen_q, tile_m, qk_columns)
     kv_head = head // group
-    kv = (head_start(k, batch, kv_head, qk_columns), k, head_start(v, batch, kv_head, v_columns), v)
+    k_base = head_start(k, batch, kv_head, sizes.first_k, qk_columns)
+    kv = (k_base, k, head_start(v, batch, kv_head, sizes.first_k, v_columns), v)
     row_max = tl.full((tile_m,), float("-inf"), tl.float32)
     state = (zeros(tile_m, v_columns), tl.zeros((tile_m,), tl.float32), row_max)
     factors = cap_factors(scale_log2, softcap, spec)
@@ -95,9 +102,10 @@ def attention_forward(
     acc, row_sum, row_max = _walk_keys(state, q_tile, kv, rows, span, sizes, factors, spec)
 
     inverse = tl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)  # a row that saw no key: output 0
-    store_tile(scaled(acc, inverse[:, None]), head_start(out, batch, head, v_columns), out, start, seqlen_q, v_columns)
+    out_base = head_start(out, batch, head, sizes.first_q, v_columns)
+    store_tile(scaled(acc, inverse[:, None]), out_base, out, start, sizes.seqlen_q, v_columns)
     if spec.lse:
-        store_rows((row_max + tl.log2(row_sum)) * LN_2, rows_start(lse, batch, head, sizes), start, seqlen_q)
+        store_rows((row_max + tl.log2(row_sum)) * LN_2, rows_start(lse, batch, head, sizes), start, sizes.seqlen_q)
 
 
 def _specs(plan: Plan) -> Callable[..., Spec]:
@@ -108,7 +116,9 @@ def compile_ahead(plan: Plan) -> tuple[Any, ...]:
     x = operand_types(plan.dtype)
     lse = "*fp32" if plan.lse else None
     spec = _specs(plan)(plan.head_dim, plan.head_dim_v, 1, 1)
-    arguments = ((x, x, x), x, lse, "i32", "i32", "i32", "i32", "fp32", *bound_types(plan), spec)
+    lengths, sequences = length_types(plan)
+    sizes = ("i32", "i32", sequences, "i32", "i32")
+    arguments = ((x, x, x), x, lse, lengths, *sizes, "fp32", *bound_types(plan), spec)
     return (compile_kernel(attention_forward, arguments, plan.arch, plan.tile),)
 
 
@@ -119,15 +129,18 @@ def build(plan: Plan) -> Callable[..., None]:
     specs = _specs(plan)
     options = launch_options(plan.tile)
     bound_values = bound_picker(plan)
+    take_lengths = lengths_taker(plan)
 
-    def forward(q, k, v, out, lse, scale: float, *bounds: float) -> None:
+    def forward(q, k, v, out, lse, *numbers: Any) -> None:
         batch, seqlen_q, heads, head_dim = q.shape
         seqlen_k, heads_kv, head_dim_v = v.shape[1:]
+        lengths, sequences, (scale, *bounds) = take_lengths(numbers)
         spec = specs(head_dim, head_dim_v, alignment(head_dim, q, k), alignment(head_dim_v, v, out))
         rows = lse if lse is None or lse.is_contiguous() else torch.empty(lse.shape, device=lse.device)
-        attention_forward[(triton.cdiv(seqlen_q, plan.tile.tile_m) * heads * batch,)](
-            (operand(q), operand(k), operand(v)), operand(out), rows,
-            seqlen_q, seqlen_k, heads, heads // heads_kv, scale * LOG2_E.value, *bound_values(*bounds), spec, **options,
+        attention_forward[(tiles_of(seqlen_q, sequences, plan.tile.tile_m) * heads * batch,)](
+            (operand(q), operand(k), operand(v)), operand(out), rows, lengths,
+            seqlen_q, seqlen_k, sequences, heads, heads // heads_kv,
+            scale * LOG2_E.value, *bound_values(*bounds), spec, **options,
         )  # fmt: skip
         if rows is not lse:
             lse.copy_(rows)

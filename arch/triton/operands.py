@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from cute_flash.spec.plan import Plan
+from cute_flash.spec.problem import PACKED
 
 from .tiles import MASK_ALL, dq_tile
 
@@ -41,6 +42,9 @@ class Sizes(NamedTuple):
     group: int  # query heads per key/value head
     left: Any  # a window's bounds; None where the mask has none
     right: Any
+    total_q: int  # rows of all sequences of a head: seqlen_q unless they are packed
+    first_q: Any = None  # where the packed sequence starts that seqlen_q and seqlen_k are of
+    first_k: Any = None
 
 
 class Span(NamedTuple):
@@ -78,13 +82,24 @@ class Spec:
     lse_grad: bool
     mask_all: bool  # mask every tile instead of branching on whether it hides a pair
     precision: str  # of float32 matmuls: "ieee" or "tf32"
+    packed: bool  # sequences lie one after another
+    page_size: int  # of a cache, 0 where it is dense
+    split: bool = False  # programs share the keys of a tile, and leave partial results
 
 
 def operand(tensor: torch.Tensor) -> Operand:
     return Operand(tensor, *tensor.stride())
 
 
-UNSPECIALIZED = ["seqlen_q", "seqlen_k", "heads", "group", "left", "right"]  # one kernel for all their values
+UNSPECIALIZED = [
+    "seqlen_q",
+    "seqlen_k",
+    "sequences",
+    "heads",
+    "group",
+    "left",
+    "right",
+]  # one kernel for all their values
 
 
 @triton.constexpr_function
@@ -94,7 +109,7 @@ def main_width(tile: int) -> int:
 
 
 @triton.jit
-def _aligned(stride, columns: tl.constexpr):
+def aligned(stride, columns: tl.constexpr):
     """The same number, in a form that shows Triton what it is a multiple of."""
     if columns.align == 1:
         return stride
@@ -103,14 +118,19 @@ def _aligned(stride, columns: tl.constexpr):
 
 
 @triton.jit
-def head_start(x, batch, head, columns: tl.constexpr):
-    batch_offset = batch.to(tl.int64) * _aligned(x.batch, columns)
-    return x.ptr + batch_offset + head.to(tl.int64) * _aligned(x.head, columns)
+def head_start(x, batch, head, first, columns: tl.constexpr):
+    """first: the row that a packed sequence starts at, else None."""
+    batch_offset = batch.to(tl.int64) * aligned(x.batch, columns)
+    start = x.ptr + batch_offset + head.to(tl.int64) * aligned(x.head, columns)
+    if first is None:
+        return start
+    else:
+        return start + first.to(tl.int64) * aligned(x.row, columns)
 
 
 @triton.jit
 def _part_pointers(base, x, start, rows: tl.constexpr, first: tl.constexpr, cols: tl.constexpr, columns: tl.constexpr):
-    row_stride = _aligned(x.row, columns)
+    row_stride = aligned(x.row, columns)
     row_offsets = tl.arange(0, rows).to(tl.int64) * row_stride
     col_offsets = (tl.arange(0, cols) + first).to(tl.int64) * x.col
     return base + tl.cast(start, tl.int64) * row_stride + row_offsets[:, None] + col_offsets[None, :]
@@ -168,9 +188,51 @@ def store_tile(parts, base, x, start, end, columns: tl.constexpr):
 
 
 @triton.jit
+def _gather_part(base, x, offsets, inside, first: tl.constexpr, cols: tl.constexpr, columns: tl.constexpr):
+    columns_here = tl.arange(0, cols) + first
+    mask = inside[:, None]
+    if first + cols > columns.size:
+        mask = mask & (columns_here < columns.size)[None, :]
+    return tl.load(base + offsets[:, None] + (columns_here.to(tl.int64) * x.col)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def gather_tile(base, x, offsets, inside, columns: tl.constexpr):
+    """Rows that start at base + offsets, as parts; zero beyond the true columns and where a row is not `inside`."""
+    main: tl.constexpr = main_width(columns.tile)
+    if main == columns.tile:
+        return (_gather_part(base, x, offsets, inside, 0, main, columns),)
+    else:
+        return (
+            _gather_part(base, x, offsets, inside, 0, main, columns),
+            _gather_part(base, x, offsets, inside, main, columns.tile - main, columns),
+        )
+
+
+@triton.jit
+def _scatter_part(part, base, col, offsets, inside, first: tl.constexpr, columns: tl.constexpr):
+    columns_here = tl.arange(0, part.shape[1]) + first
+    mask = inside[:, None] & (columns_here < columns.size)[None, :]
+    pointers = base + offsets[:, None] + (columns_here.to(tl.int64) * col)[None, :]
+    tl.store(pointers, part.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def scatter_tile(parts, base, col, offsets, inside, columns: tl.constexpr):
+    """The way back: rows to base + offsets, columns `col` apart, rounded to the tensor's dtype."""
+    _scatter_part(parts[0], base, col, offsets, inside, 0, columns)
+    if len(parts) == 2:
+        _scatter_part(parts[1], base, col, offsets, inside, parts[0].shape[1], columns)
+
+
+@triton.jit
 def rows_start(ptr, batch, head, sizes):
-    """Where one head's rows start in a contiguous (batch, heads_q, seqlen_q) tensor."""
-    return ptr + (batch.to(tl.int64) * sizes.heads_q + head) * sizes.seqlen_q
+    """Where one head's rows start in a contiguous (batch, heads_q, seqlen_q) tensor, of one sequence if packed."""
+    start = ptr + (batch.to(tl.int64) * sizes.heads_q + head) * sizes.total_q
+    if sizes.first_q is None:
+        return start
+    else:
+        return start + sizes.first_q
 
 
 @triton.jit
@@ -235,11 +297,20 @@ def add_dot(acc, a, b, spec: tl.constexpr):
 
 
 @triton.jit
-def grid_place(length, heads, tile: tl.constexpr):
-    """(tile, head, batch) of this program: tiles of a head are neighbours, heads of a batch come next."""
-    tiles = tl.cdiv(length, tile)
+def grid_place(sizes, sequences, tile: tl.constexpr, by_keys: tl.constexpr, spec: tl.constexpr):
+    """(tile, head, batch) of this program: tiles of a head are neighbours, heads of a batch come next. A tile is one of
+    keys and a head one of theirs where by_keys."""
+    length = sizes.seqlen_k if by_keys else sizes.seqlen_q
+    heads = sizes.heads_q // sizes.group if by_keys else sizes.heads_q
+    if spec.packed:
+        tiles = length // tile + sequences + 1
+    else:
+        tiles = tl.cdiv(length, tile)
     place = tl.program_id(0)
-    return place % tiles, place // tiles % heads, place // tiles // heads
+    slot = place % tiles
+    if spec.causal and not by_keys:  # longest rows first
+        slot = tiles - 1 - slot
+    return slot, place // tiles % heads, place // tiles // heads
 
 
 @triton.jit
@@ -378,6 +449,8 @@ def spec_maker(plan: Plan, tile_m: int, tile_n: int) -> Callable[[int, int, int,
             lse_grad=plan.lse_grad,
             mask_all=MASK_ALL in plan.variant,
             precision="ieee" if plan.ieee_float32 else "tf32",
+            packed=plan.form == PACKED,
+            page_size=plan.page_size,
         )
 
     return make

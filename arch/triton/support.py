@@ -1,7 +1,7 @@
 """What the Triton kernels can do: one sentence per limit, with the number."""
 
 from cute_flash.spec.device import Device
-from cute_flash.spec.problem import Problem
+from cute_flash.spec.problem import CACHE, DENSE, PACKED, Problem
 
 from ..common.support import refuse_call
 
@@ -9,6 +9,7 @@ CAPABILITY_MIN = (8, 0)
 CAPABILITIES_WITH_OWN_BACKEND = ((9, 0), (10, 0), (10, 3))  # sm90 and sm100 are made for these
 DTYPES = ("bfloat16", "float16", "float32")
 FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
+FORMS = (DENSE, PACKED, CACHE)
 
 
 def native(device: Device) -> bool:
@@ -25,4 +26,4 @@ def refuse(problem: Problem) -> tuple[str, ...]:
     if capability < CAPABILITY_MIN:
         major, minor = capability
         return (f"runs on compute capability 8.0 and above, this GPU has {major}.{minor}",)
-    return refuse_call(problem, FEATURES, DTYPES)
+    return refuse_call(problem, FEATURES, DTYPES, FORMS)

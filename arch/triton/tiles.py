@@ -101,6 +101,33 @@ def choose(direction: str, widest: int, dtype: str, ieee: bool, capability: tupl
     return next(tile for limit, tile in rows if widest <= limit)
 
 
+WARPS = {16: 2, 32: 2, 64: 4}  # where short sequences narrow tile_m: 16 rows of a matmul a warp, two for its columns
+
+
+def narrowed(tile: Tile, few_m: int, few_n: int) -> Tile:
+    """For sequences of at most so many rows and keys (0 = unknown): wider tiles would multiply what does not exist."""
+    tile_m = min(tile.tile_m, few_m or tile.tile_m)
+    warps = min(tile.warps, WARPS.get(tile_m, tile.warps)) if tile_m < tile.tile_m else tile.warps
+    return replace(tile, tile_m=tile_m, tile_n=min(tile.tile_n, few_n or tile.tile_n), warps=warps)
+
+
+def for_sequences(plan: Plan, few_rows: int, few_keys: int) -> Plan:
+    """The plan with its tiles narrowed."""
+    if plan.direction == FORWARD:
+        return replace(plan, tile=narrowed(plan.tile, few_rows, few_keys))
+    dq = narrowed(dq_tile(plan), few_rows, few_keys)
+    return with_dq_tile(replace(plan, tile=narrowed(plan.tile, few_keys, few_rows)), dq)
+
+
+CACHE_KEYS = 64  # a step: as many loads in flight as hide memory's latency, and no more partial work at a row's end
+
+
+def for_cache(plan: Plan, few_rows: int) -> Plan:
+    """The plan of a cache, whose rows are those of a group's heads: what moves is K and V, so products may be slow."""
+    tile = narrowed(plan.tile, few_rows, CACHE_KEYS)
+    return replace(plan, tile=replace(tile, warps=4 if plan.dtype != "float32" else tile.warps))
+
+
 def variant(direction: str, widest: int, padded: bool, dtype: str, capability: tuple[int, int]) -> str:
     """Where matmuls run on registers (mma.sync) a branch in the backward's loops spills up to 4 KB a thread."""
     words = [PADDED] if padded else []

@@ -63,12 +63,15 @@ def atomic(i: Instr, kernel: Kernel):
     writers = _writers(i.args[0], bits) if has_result else []
     dtype, after = _dtype(kind), i.pc + 1
     unit = min(bits // 8, 8)
+    acquiring = space != "shared" and any(part in i.parts for part in ("acquire", "acq_rel"))
 
     def step(w, mask):
         addresses = where(w)
         results = np.zeros((LANES, count), f"u{unit}")
         values = [np.stack([r(w) for r in rows], axis=1).astype(f"u{unit}") for rows in sources]
         w.cta.launch.counters.atomics += 1
+        if acquiring:
+            w.acquired = i
         for lane in access.lanes_of(mask):
             spot = addresses[lane : lane + 1]
             check_alignment(spot, unit)

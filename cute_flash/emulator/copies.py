@@ -6,6 +6,7 @@ import numpy as np
 
 from . import tensormap
 from .engine import Operation
+from .errors import Race
 from .order import GRANULE
 
 _FULL = 0xFFFFFFFF
@@ -42,6 +43,7 @@ class Load(Operation):
         self.targets, self.nbytes, self.load, self.swizzle = targets, nbytes, load, swizzle
         self.barriers = tuple(barrier for _, _, barrier in targets)
         self.track(("load", self.barriers[0]))
+        check_acquired(self)
         order = warp.cta.order
         for cta, offset, barrier in targets:
             cta.shared.check(np.array([offset]), nbytes)
@@ -61,21 +63,28 @@ class Load(Operation):
 
 
 class Store(Operation):
-    """A copy or reduction out of shared memory, part of a bulk group."""
+    """A copy or reduction out of shared memory, part of a bulk group. It reads first; what it read arrives later."""
 
     def __init__(self, warp, cta, offset: int, nbytes: int, send, swizzle: str = "0"):
         super().__init__(warp)
         self.cta, self.offset, self.nbytes, self.send, self.swizzle = cta, offset, nbytes, send, swizzle
+        self.data: np.ndarray | None = None
         cta.shared.check(np.array([offset]), nbytes)
         self.track(("bulk", warp))
+        check_acquired(self)
         if warp.cta.order is not None:
             warp.cta.order.async_access(cta.shadow, cells(offset, nbytes), self, write=False)
 
+    def read(self) -> None:
+        """All that a wait with .read asks for."""
+        if self.data is None:
+            self.warp.cta.launch.counters.shared_read += self.nbytes
+            self.data = fetch(self.cta.shared, self.offset, self.nbytes, self.swizzle)
+
     def run(self) -> None:
-        counters = self.warp.cta.launch.counters
-        counters.shared_read += self.nbytes
-        counters.l2_written += self.nbytes
-        self.send(fetch(self.cta.shared, self.offset, self.nbytes, self.swizzle))
+        self.read()
+        self.warp.cta.launch.counters.l2_written += self.nbytes
+        self.send(self.data)
 
 
 class RemoteStore(Operation):
@@ -138,12 +147,29 @@ class Groups:
         groups = self.closed.get(lane, [])
         return groups[: len(groups) - keep] if keep else list(groups)
 
-    def unfinished(self) -> bool:
-        return any(self.open.values()) or any(any(groups) for groups in self.closed.values())
+    def unread(self) -> bool:
+        """Does a group, open or not, still need shared memory?"""
+        closed = (group for groups in self.closed.values() for group in groups)
+        return any(self.open.values()) or any(not op.waited for group in closed for op in group)
 
-    def forget(self, lane: int, keep: int) -> None:
+    def forget(self, lane: int) -> None:
+        """Groups before the first that is not complete: no wait finds anything to do there."""
         groups = self.closed.get(lane, [])
-        self.closed[lane] = groups[len(groups) - keep :] if keep else []
+        done = 0
+        while done < len(groups) and all(op.done and op.waited for op in groups[done]):
+            done += 1
+        del groups[:done]
+
+
+def check_acquired(op: Operation) -> None:
+    """What other CTAs wrote to global memory is the async proxy's to read, or to write over, after a proxy fence only
+    (PTX, "Async proxy")."""
+    seen = op.warp.acquired
+    if op.warp.cta.order is not None and seen is not None:
+        raise Race(
+            f"missing proxy fence in {op.warp.describe()}: no fence.proxy.async between\n    {seen.where()}"
+            f"\n  and the bulk copy\n    {op.instr.where() if op.instr else ''}"
+        )
 
 
 def groups_of(w, family: str) -> Groups:

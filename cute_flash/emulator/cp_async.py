@@ -25,18 +25,21 @@ def commit(i: Instr, family: str):
 
 def wait(i: Instr, family: str):
     keep = access.scalar(i.args[0]) if i.args else (lambda w, mask: 0)
-    after = i.pc + 1
+    after, reading = i.pc + 1, "read" in i.parts
 
     def step(w, mask):
         groups, n = groups_of(w, family), keep(w, mask)
         for lane in access.lanes_of(mask):
             for group in groups.older_than(int(lane), n):
                 for op in group:
-                    if not op.done:
+                    if reading:
+                        op.read()
+                    elif not op.done:
                         w.cta.engine.finish(op)
+                    op.waited = True
                     if w.cta.order is not None:
                         w.cta.order.learn(w, op.actor, op.epoch)
-            groups.forget(int(lane), n)
+            groups.forget(int(lane))
         return after
 
     return step

@@ -21,7 +21,7 @@ class Operation:
     def __init__(self, warp):
         self.warp = warp
         self.instr = warp.instr()
-        self.done = False
+        self.done = self.waited = False  # waited: some lane knows that shared memory is free again
         self.actor = self.epoch = 0
         self.clock = None
 

@@ -185,7 +185,7 @@ class Cta:
     def warp_done(self, warp: Warp) -> None:
         self.launch.counters.add_hits(warp)
         groups = warp.state.get("bulk")
-        if groups is not None and self.launch.options.strict_exit and groups.unfinished():
+        if groups is not None and self.launch.options.strict_exit and groups.unread():
             raise IllegalInstruction(f"{warp.describe()} exits with bulk stores it has not waited for")
         for named in self.named.values():
             if named.expected is None:

@@ -41,6 +41,7 @@ def load(i: Instr, kernel: Kernel):
     writers = [access.setter(t, _register_kind(t, kind)) for t in targets]
     address, after = access.address(i.args[1]), i.pc + 1
     signed = np.dtype(f"i{size}") if kind[0] == "s" and size <= 8 else None
+    acquiring = "acquire" in i.parts and space != "shared"
     units = (size // 8) if size > 8 else 1
     unit = size // units
 
@@ -48,6 +49,8 @@ def load(i: Instr, kernel: Kernel):
         where = access.pick(address(w), mask)
         check_alignment(where, size * count)
         found = read(w, space, where, unit, count * units)
+        if acquiring:
+            w.acquired = i
         if signed is not None:
             found = found.view(signed)
         _write_rows(w, writers, found, mask, units)

@@ -215,8 +215,8 @@ def _cluster_wait(i: Instr):
 
 @effect("fence")
 def fence(i: Instr, kernel: Kernel):
-    """Memory is sequentially consistent; only what makes generic writes visible to the async proxy is tracked."""
-    after = i.pc + 1
+    """Memory is sequentially consistent; only what stands between generic accesses and the async proxy is tracked."""
+    after, acquiring = i.pc + 1, "acq_rel" in i.parts and "gpu" in i.parts
     to_async = "proxy" in i.parts and any(p.startswith("async") for p in i.parts)
     shows_barriers = to_async or "mbarrier_init" in i.parts
 
@@ -225,6 +225,8 @@ def fence(i: Instr, kernel: Kernel):
             w.cta.show_mbarriers(w)
         if to_async and w.cta.order is not None:
             w.cta.order.proxy_fence(w)
+        if acquiring or to_async:
+            w.acquired = None if to_async else i
         return after
 
     return step

@@ -38,6 +38,7 @@ class Warp:
         self.independent = False  # fragments may overtake one that waits on an mbarrier
         self.effects = 0  # visible effects so far
         self.polling = None  # the wait that failed last, with nothing done since
+        self.acquired = None  # what last let it see the writes of other CTAs, with no proxy fence since
         self.inflight = 0  # bitmask of 32-bit registers owned by asynchronous operations
         self.unfenced = -1  # those written since the last wgmma.fence; a warp's first wgmma needs one too
         self.wgmma_groups: list = []  # committed batches, oldest first

@@ -2,9 +2,9 @@
 
     from cute_flash.integrations.flash_attn import flash_attn_func
 
-Layouts are the same on both sides: (batch, seqlen, heads, head_dim). What differs, and is turned into our words: a
-window bound below 0 is unbounded, softcap 0.0 is none. Where a row sees no key LSE is -inf here. Dropout and
-alibi_slopes are refused with a sentence; so are packed sequences and caches, which do not exist here yet.
+Layouts are the same on both sides: (batch, seqlen, heads, head_dim), packed (total, heads, head_dim). What differs, and
+is turned into our words: a window bound below 0 is unbounded, softcap 0.0 is none. Where a row sees no key LSE is -inf
+here. Dropout, alibi_slopes, rotation and left padding are refused with a sentence.
 """
 
 from typing import Any
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from ..api import attention
+from ..kvcache import attention_kvcache
 from ..spec.errors import UnsupportedError
+from ..varlen import attention_varlen
 
 __all__ = [
     "flash_attn_func",
@@ -76,17 +78,81 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **op
     return flash_attn_func(q, k, v, *args, **options)
 
 
-def flash_attn_varlen_func(*args: Any, **options: Any) -> Any:
-    """Not built yet: always raises UnsupportedError."""
-    raise UnsupportedError(
-        "flash_attn_varlen_func is not built yet: there is no kernel for packed sequences (cu_seqlens) so far; "
-        "call flash_attn_func once a sequence"
-    )
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Any:
+    """attention_varlen() under FlashAttention's name; q (total_q, heads_q, head_dim), LSE (heads_q, total_q).
+
+    Arguments as flash_attn_func and attention_varlen() have them; block_table: None. Raises what they raise.
+    """
+    if block_table is not None:
+        raise UnsupportedError("block_table= is not built yet here: flash_attn_with_kvcache has it, for equal seqlen_q")
+    left, right = window_size
+    result = attention_varlen(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, causal=causal, window=(_bound(left), _bound(right)), scale=softmax_scale,
+        softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs, deterministic=deterministic,
+        dropout_p=dropout_p,
+    )  # fmt: skip
+    return (*result, None) if return_attn_probs else result
 
 
-def flash_attn_with_kvcache(*args: Any, **options: Any) -> Any:
-    """Not built yet: always raises UnsupportedError."""
-    raise UnsupportedError(
-        "flash_attn_with_kvcache is not built yet: there is no kernel for caches of several lengths so far; "
-        "call flash_attn_func on the filled part of the cache"
-    )
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """attention_kvcache() under FlashAttention's name: (out, lse) with return_softmax_lse, else out.
+
+    Args:
+        q, k_cache, v_cache, cache_batch_idx, causal: as attention_kvcache() takes them; k, v: its k_new, v_new.
+        cache_seqlens: (batch,) int32, or one number for all rows; None = the whole cache.
+        block_table: its page_table. num_splits: 0 = its None. The others as flash_attn_func has them.
+        rotary_cos, rotary_sin, cache_leftpad: None. Anything else is refused.
+
+    Raises what attention_kvcache() raises.
+    """
+    for name, value in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("cache_leftpad", cache_leftpad)):
+        if value is not None:
+            raise UnsupportedError(f"{name}= is not built yet: rotate q and k, and cut the padding, before the call")
+    if not isinstance(cache_seqlens, torch.Tensor):
+        pages = 1 if block_table is None else block_table.shape[1]
+        length = k_cache.shape[1] * pages if cache_seqlens is None else cache_seqlens
+        cache_seqlens = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+    left, right = window_size
+    return attention_kvcache(
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=block_table, cache_batch_idx=cache_batch_idx,
+        k_new=k, v_new=v, num_splits=num_splits or None, causal=causal, window=(_bound(left), _bound(right)),
+        scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_softmax_lse,
+    )  # fmt: skip

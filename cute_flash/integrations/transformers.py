@@ -11,14 +11,13 @@ such form (holes, packed or chunked sequences, dense masks, sinks, dropout) is r
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..api import attention
 from ..spec.errors import UnsupportedError
-from . import flash_attn
+from . import flash_attn, spans
 
 NAME = "cute_flash"
 _UNBUILT = {
@@ -30,19 +29,6 @@ _UNBUILT = {
 
 # While tracing, Transformers makes every mask as if position_ids were those of packed sequences: it cannot ask them.
 _PERHAPS_PACKED = ("remap_positions_for_packed_sequence", "packed_sequence_mask_function")
-
-
-class Span(NamedTuple):
-    """What the query rows of one sequence see: keys start <= j < stop, within (left, right) of the diagonal.
-
-    The last query row stands beside key length - 1: padding behind stop counts, the unused end of a static cache not.
-    """
-
-    start: int
-    stop: int
-    length: int
-    left: int | None
-    right: int | None
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
@@ -64,37 +50,12 @@ def attention_forward(
     """
     _refuse_unbuilt(options)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    shared: dict[str, Any] = {"scale": scaling, "softcap": options.get("softcap")}
+    softcap = options.get("softcap")
     if attention_mask is None:
         left, right = _window_of(module, options)
-        return attention(q, k, v, window=(left, right), **shared), None
-    return _attend_spans(q, k, v, attention_mask, shared), None
-
-
-@torch.compiler.disable  # spans change from token to token: a graph would be compiled for each
-def _attend_spans(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, shared: dict[str, Any]
-) -> torch.Tensor:
-    spans = _read(mask)
-    if len(spans) != q.shape[0]:
-        raise UnsupportedError(f"the mask is of {len(spans)} sequences and the batch of {q.shape[0]}")
-    if len(set(spans)) == 1:
-        return _attend(q, k, v, spans[0], shared)
-    rows = [_attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], span, shared) for b, span in enumerate(spans)]
-    return torch.cat(rows)
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, span: Span, shared: dict[str, Any]) -> torch.Tensor:
-    """Of sequences that share a span. Under a mask that follows the diagonal, rows of padding return 0."""
-    first, last = 0, q.shape[1]
-    if span.left is not None or span.right is not None:
-        diagonal = span.length - q.shape[1]  # row i stands beside key i + diagonal
-        first, last = (min(max(0, key - diagonal), q.shape[1]) for key in (span.start, span.stop))
-    keys = slice(span.start, span.stop)
-    out: torch.Tensor = attention(
-        q[:, first:last], k[:, keys], v[:, keys], window=(span.left, span.right), **shared
-    )  # a row without a key to see returns 0 too
-    return F.pad(out, (0, 0, 0, 0, first, q.shape[1] - last)) if out.shape[1] != q.shape[1] else out
+        return attention(q, k, v, window=(left, right), scale=scaling, softcap=softcap), None
+    attend = spans.attend_in_graph if torch.compiler.is_compiling() else spans.attend
+    return attend(q, k, v, attention_mask, scaling, softcap), None
 
 
 def _window_of(module: torch.nn.Module, options: dict[str, Any]) -> tuple[int | None, int | None]:
@@ -151,65 +112,17 @@ def mask_spans(
         length = q_offset + q_length - kv_offset
         if (length == kv_length or not aligned) and _told(left, right):
             return None
-    places = (batch_size, q_length, kv_length, q_offset, kv_offset)
-    return _spans(places, (left, right), attention_mask)
+    places = spans.Places(batch_size, q_length, kv_length, q_offset, kv_offset)
+    if torch.compiler.is_compiling():
+        return spans.of_mask_in_graph(attention_mask, places, (left, right))
+    if _told(left, right):
+        return spans.of_mask(attention_mask, places, (left, right), whole_is_none=True)
+    return spans.of_mask(attention_mask, places, (left, right))
 
 
 def _told(left: int | None, right: int | None) -> bool:
     """Does the module's own is_causal, with its sliding_window, say the same?"""
     return right == 0 or (left is None and right is None)
-
-
-@torch.compiler.disable  # reads values
-def _spans(
-    places: tuple[int, int, int, Any, int], bounds: tuple[int | None, int | None], attention_mask: torch.Tensor | None
-) -> torch.Tensor | None:
-    """The tensor of mask_spans, or None where every key is real, and used, and the module's flags say the rest."""
-    batch_size, q_length, kv_length, q_offset, kv_offset = places
-    aligned = bounds != (None, None)
-    length = (
-        int(q_offset) + q_length - kv_offset if aligned else kv_length
-    )  # a static cache is longer than its contents
-    if length > kv_length:
-        raise UnsupportedError(f"queries end at key {length} of {kv_length}: they are not aligned with the last key")
-    told = length == kv_length and _told(*bounds)
-    if attention_mask is None:
-        if told:
-            return None
-        starts, stops = [0] * batch_size, [length] * batch_size
-    else:
-        real = attention_mask[:, kv_offset : kv_offset + length]
-        if real.shape[1] < length:
-            raise UnsupportedError(f"attention_mask is of {attention_mask.shape[1]} keys and there are {length}")
-        if told and bool(real.all()):
-            return None
-        starts, stops = _runs(real)
-    written = [-1 if bound is None else bound for bound in bounds]
-    rows = [[start, stop, length, *written] for start, stop in zip(starts, stops, strict=True)]
-    return torch.tensor(rows, dtype=torch.int32)[:, None, None]
-
-
-def _runs(real: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Start and stop of the run of True in each row of (batch, keys); one copy to the CPU a forward, not a layer."""
-    real = real.cpu().bool()
-    starts = real.int().argmax(1)
-    stops = starts + real.sum(1)
-    keys = torch.arange(real.shape[1])
-    whole = ((keys >= starts[:, None]) & (keys < stops[:, None]) == real).all(1)
-    if not bool(whole.all()):
-        row = int(whole.int().argmin())
-        raise UnsupportedError(f"row {row} of attention_mask has holes: a padding mask is one run of real keys")
-    return starts.tolist(), stops.tolist()
-
-
-def _read(mask: torch.Tensor) -> list[Span]:
-    """The spans of a mask that mask_spans made."""
-    if mask.dtype != torch.int32 or mask.dim() != 4 or tuple(mask.shape[1:]) != (1, 1, len(Span._fields)):
-        raise UnsupportedError(
-            f"attn_implementation={NAME!r} takes a 2-D padding mask, and got a dense one of shape {tuple(mask.shape)}"
-        )
-    unbounded = [[*row[:3], *(None if bound < 0 else bound for bound in row[3:])] for row in mask[:, 0, 0].tolist()]
-    return [Span(*row) for row in unbounded]
 
 
 def _is_plain(mask_function: Callable[..., Any]) -> bool:

@@ -55,28 +55,66 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[:3]
-        if dout is None and dlse is None:
-            return None, None, None, None
-        if dout is None:
-            dout = _zeros_like_expanded(out)
-        for name, grad in (("dout", dout), ("dlse", dlse)):
-            if type(grad) is not torch.Tensor and grad is not None:
-                request.refuse_without_memory(name, grad)
-        create_graph = torch.is_grad_enabled()
-        sources = (q, k, v, dout, dlse)
-        with torch.no_grad():
-            dout = dout.resolve_neg()  # a lazy sign, which no kernel would see
-            if dlse is not None:
-                dlse = dlse.resolve_neg().contiguous()
-            call, numbers, *_ = ctx.bound
-            backward = call.backwards(dlse is not None)
-            grads = backward(dout, q, k, v, out, lse, dlse, *numbers)
-            kept = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
-        if create_graph:
-            kept = list(_once(kept, sources))
-        return (*kept, None)
+        call, numbers, *_ = ctx.bound
+        return (*_gradients(call, ctx.saved_tensors, numbers, (dout, dlse), ctx.needs_input_grad[:3]), None)
+
+
+class Packed(torch.autograd.Function):
+    """(q, k, v, cu_seqlens_q, cu_seqlens_k, (call, numbers)) -> (out, lse), the tensors as a batch of one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        bound: tuple[Call, Numbers],
+    ) -> Any:
+        call, numbers = ctx.bound = bound
+        lengths = (cu_seqlens_q, cu_seqlens_k)
+        out, lse = call.forward(q, k, v, lengths + numbers, 1, q.shape[1], k.shape[1])
+        ctx.save_for_backward(q, k, v, out, lse, *lengths)  # lengths too: one that was changed since must not pass
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        call, numbers = ctx.bound
+        *saved, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        numbers = (cu_seqlens_q, cu_seqlens_k, *numbers)
+        grads = _gradients(call, saved, numbers, (dout, dlse if call.return_lse else None), ctx.needs_input_grad[:3])
+        return (*grads, None, None, None)
+
+
+def _gradients(
+    call: Call,
+    saved: Sequence[torch.Tensor],
+    numbers: tuple[Any, ...],
+    douts: tuple[torch.Tensor | None, torch.Tensor | None],
+    wanted: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Of q, k and v, those that are wanted. saved: (q, k, v, out, lse); numbers: what the kernel takes after them."""
+    q, k, v, out, lse = saved
+    dout, dlse = douts
+    if dout is None and dlse is None:
+        return [None, None, None]
+    if dout is None:
+        dout = _zeros_like_expanded(out)
+    for name, grad in (("dout", dout), ("dlse", dlse)):
+        if type(grad) is not torch.Tensor and grad is not None:
+            request.refuse_without_memory(name, grad)
+    create_graph = torch.is_grad_enabled()
+    sources = (q, k, v, dout, dlse)
+    with torch.no_grad():
+        dout = dout.resolve_neg()  # a lazy sign, which no kernel would see
+        if dlse is not None:
+            dlse = dlse.resolve_neg().contiguous()
+        assert call.backwards is not None  # a call without one has no node in the graph
+        grads = call.backwards(dlse is not None)(dout, q, k, v, out, lse, dlse, *numbers)
+        kept = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
+    return list(_once(kept, sources)) if create_graph else kept
 
 
 # Function.apply less its Python preamble, which costs half of it (2.8 of 5.7 us) and only functorch needs.

@@ -34,7 +34,8 @@ from .request import (
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Numbers = tuple[float, ...]  # (scale,), or (scale, left, right, softcap) where the plan is not plain
+# (scale,), or (scale, left, right, softcap) where the plan is not plain; packed sequences' lengths before them.
+Numbers = tuple[Any, ...]
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Numbers, int, int, int], Outputs]
 Backward = Callable[..., Gradients]
 
@@ -460,17 +461,21 @@ def decide(
 
 def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Call:
     """The Call of checked, non-empty inputs."""
-    problem = describe(q, k, v, options)
-    site = (q.device, q.dtype)
-    backwards = Backwards(problem, options.backend, site, options.return_lse) if needs_grad(q, k, v) else None
-    decision, kernel = ready(problem, options.backend, q.device)
+    return prepare_problem(describe(q, k, v, options), options, (q.device, q.dtype), needs_grad(q, k, v))
+
+
+def prepare_problem(
+    problem: Problem, options: Options, site: tuple[torch.device, torch.dtype], differentiable: bool
+) -> Call:
+    backwards = Backwards(problem, options.backend, site, options.return_lse) if differentiable else None
+    decision, kernel = ready(problem, options.backend, site[0])
     forward = bind_forward(
         kernel,
         site_of(*site, decision),
         decision.plan.lse,
-        Splitter(decision, q.device),
-        group_rows(decision, options.backend, q.device),
-        Splitter(decision, q.device, packs=True),
+        Splitter(decision, site[0]),
+        group_rows(decision, options.backend, site[0]),
+        Splitter(decision, site[0], packs=True),
     )
     return Call(forward, default_scale(problem.head_dim), options.return_lse, backwards)
 
@@ -478,6 +483,9 @@ def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options)
 def prepare_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Backward:
     """The backward of checked, non-empty inputs; a gradient arrives through LSE where options return it."""
     problem = backward_of(describe(q, k, v, options), options.return_lse)
-    decision, kernel = ready(problem, options.backend, q.device)
-    scratch = decision.backend.scratch(decision.plan)
-    return bind_backward(kernel, site_of(q.device, q.dtype, decision), scratch)
+    return prepare_backward_problem(problem, options, (q.device, q.dtype))
+
+
+def prepare_backward_problem(problem: Problem, options: Options, site: tuple[torch.device, torch.dtype]) -> Backward:
+    decision, kernel = ready(problem, options.backend, site[0])
+    return bind_backward(kernel, site_of(*site, decision), decision.backend.scratch(decision.plan))

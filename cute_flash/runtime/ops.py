@@ -8,6 +8,7 @@ every size. Eager calls do not come through here: a dispatcher's round trip cost
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from .launch import Backward, Call
 from .request import Options
 
 NAMESPACE = "cute_flash"
-_WORDS = "bool causal, SymInt? left, SymInt? right, float? scale, float? softcap, bool deterministic, str? backend"
+WORDS = "bool causal, SymInt? left, SymInt? right, float? scale, float? softcap, bool deterministic, str? backend"
 _TABLE_MAX = 4096  # entries of a table below; bounded because keys hold settings.generation
 
 _forwards: dict[tuple[Any, ...], Call] = {}
@@ -59,13 +60,18 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Option
     """attention() as a graph holds it, for options that are checked; tensors are checked by the operator."""
     q, k, v = request.autocast(q, k, v)
     lse = options.return_lse or request.needs_grad(q, k, v)
+    q, words = words_of(q, options)
+    out, lse_out = torch.ops.cute_flash.attention(q, k, v, lse, *words)
+    return (out, lse_out) if options.return_lse else out
+
+
+def words_of(q: torch.Tensor, options: Options) -> tuple[torch.Tensor, Words]:
+    """(q, with the sign of the scale in it, WORDS)."""
     scale = options.scale
     if scale is not None and scale <= 0:
         q, scale = request.positive_scale(q, scale)
     left, right = options.window or (None, None)
-    words = (options.causal, left, right, scale, options.softcap, options.deterministic, options.backend)
-    out, lse_out = torch.ops.cute_flash.attention(q, k, v, lse, *words)
-    return (out, lse_out) if options.return_lse else out
+    return q, Words(options.causal, left, right, scale, options.softcap, options.deterministic, options.backend)
 
 
 # ---------------------------------------------------------------------------------------------------------- running
@@ -76,7 +82,7 @@ def _fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
 
 
-def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> tuple[Any, ...]:
+def kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> tuple[Any, ...]:
     """What a kernel depends on, sizes along batch and sequence left out: the key of a table."""
     return (
         q.dtype, q.device, q.shape[2:], k.shape[2], v.shape[3],
@@ -86,7 +92,7 @@ def _kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> tu
     )  # fmt: skip
 
 
-def _remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> Any:
+def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> Any:
     if len(table) >= _TABLE_MAX:
         table.clear()
     table[key] = value
@@ -95,13 +101,13 @@ def _remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: An
 
 def _prepare(key: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Call:
     with torch.no_grad():  # gradients are the operator's affair
-        call: Call = _remember(_forwards, key, launch.prepare(q, k, v, options))
+        call: Call = remember(_forwards, key, launch.prepare(q, k, v, options))
     return call
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *given: Any) -> Any:
     words = Words(*given)
-    key = (*_kind(q, k, v, words), k.shape[1] <= SHORT_KEYS, lse)
+    key = (*kind(q, k, v, words), k.shape[1] <= SHORT_KEYS, lse)
     call = _forwards.get(key)
     if call is None or not _fit(q, k, v):
         request.check_tensors(q, k, v)
@@ -117,13 +123,13 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *give
         except Exception:
             request.check_tensors(q, k, v)
             raise
-    return out, _no_lse(q) if lse_out is None or not lse else lse_out
+    return out, no_lse(q) if lse_out is None or not lse else lse_out
 
 
 def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
     q, k, v, out, lse, *given = rest
     words = Words(*given)
-    key = (*_kind(q, k, v, words), dlse is not None)
+    key = (*kind(q, k, v, words), dlse is not None)
     backward = _backwards.get(key)
     if backward is None or not _fit(q, k, v):
         request.check_tensors(q, k, v)
@@ -133,11 +139,11 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
     with torch.no_grad():
         if backward is None:
             with_lse = words.options(dlse is not None)
-            backward = _remember(_backwards, key, launch.prepare_backward(q, k, v, with_lse))
+            backward = remember(_backwards, key, launch.prepare_backward(q, k, v, with_lse))
         return backward(dout, q, k, v, out, lse, dlse if dlse is None else dlse.contiguous(), *numbers)
 
 
-def _no_lse(q: torch.Tensor) -> torch.Tensor:
+def no_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(0, dtype=request.lse_dtype(q.dtype))
 
 
@@ -149,7 +155,7 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, 
     request.check_tensors(q, k, v)
     batch, seqlen_q, heads_q, _ = q.shape
     out = q.new_empty(batch, seqlen_q, heads_q, v.shape[3])
-    return out, q.new_empty(batch, heads_q, seqlen_q, dtype=request.lse_dtype(q.dtype)) if lse else _no_lse(q)
+    return out, q.new_empty(batch, heads_q, seqlen_q, dtype=request.lse_dtype(q.dtype)) if lse else no_lse(q)
 
 
 def _fake_backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
@@ -188,23 +194,36 @@ def _refuse_twice(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError(autograd.ONCE)
 
 
+ONCE = (_keep_nothing, _refuse_twice)  # of a backward: it has no gradient
+
+
+def define(library: torch.library.Library, name: str, schema: str) -> None:
+    """Operands as they lie: a copy into another layout would be one that eager calls do not make."""
+    library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+
+
+def implement(
+    library: torch.library.Library,
+    name: str,
+    running: tuple[Callable[..., Any], Callable[..., Any]],
+    gradient: tuple[Callable[..., Any], Callable[..., Any]],
+) -> None:
+    """running = (the operator, its fake kernel), gradient = (what to keep, how to differentiate)."""
+    run, fake = running
+    keep, differentiate = gradient
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", differentiate, setup_context=keep, lib=library)
+
+
 def _register() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
-    # As they lie: a copy into another layout would be one that eager calls do not make.
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     head = "Tensor q, Tensor k, Tensor v"
-    library.define(f"attention({head}, bool lse, {_WORDS}) -> (Tensor, Tensor)", tags=tags)
     given = f"Tensor dout, Tensor? dlse, {head}, Tensor out, Tensor lse"
-    library.define(f"attention_backward({given}, {_WORDS}) -> (Tensor, Tensor, Tensor)", tags=tags)
-    for name, run, fake in (
-        ("attention", _forward, _fake_forward),
-        ("attention_backward", _backward, _fake_backward),
-    ):
-        library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    register = torch.library.register_autograd
-    register(f"{NAMESPACE}::attention", _differentiate, setup_context=_keep, lib=library)
-    register(f"{NAMESPACE}::attention_backward", _refuse_twice, setup_context=_keep_nothing, lib=library)
+    define(library, "attention", f"({head}, bool lse, {WORDS}) -> (Tensor, Tensor)")
+    define(library, "attention_backward", f"({given}, {WORDS}) -> (Tensor, Tensor, Tensor)")
+    implement(library, "attention", (_forward, _fake_forward), (_keep, _differentiate))
+    implement(library, "attention_backward", (_backward, _fake_backward), ONCE)
     return library
 
 

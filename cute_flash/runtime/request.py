@@ -30,7 +30,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROW_BYTES = 16  # what TMA asks of every row start and outer stride
 
 UNBUILT = ("sink", "alibi_slopes", "score_mod", "mask_mod", "block_mask")
-NOT_BUILT = "{name}= is not built yet: attention serves causal=, window=, scale= and softcap=, and nothing else so far"
+NOT_BUILT = "{name}= is not built yet: {function} serves causal=, window=, scale= and softcap=, and nothing else so far"
 FOREIGN = {
     "dropout": "dropout= is not supported: attention is exact and drops nothing, leave the argument out",
     "dropout_p": "dropout_p= is not supported: attention is exact and drops nothing, leave the argument out",
@@ -68,7 +68,7 @@ class Options:
         return frozenset() if self.softcap is None else frozenset({"softcap"})
 
 
-def _flag(name: str, value: Any) -> bool:
+def flag(name: str, value: Any) -> bool:
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -113,7 +113,7 @@ def _check_softcap(softcap: Any) -> float | None:
 def _intersect(causal: Any, window: Any) -> tuple[bool, int | None, int | None]:
     """(causal, left, right) of both: right is None under causal, and a right bound of 0 is causal."""
     left, right = _check_window(window)
-    if _flag("causal", causal) or right == 0:
+    if flag("causal", causal) or right == 0:
         return True, left, None
     return False, left, right
 
@@ -159,14 +159,16 @@ def _spelled(given: Any, value: float) -> str:
 FUNCTORCH = "torch.func transforms (vmap, grad, jvp, ...) of attention are not built yet: call it on plain tensors"
 
 
-def _refuse_foreign(unknown: dict[str, Any]) -> None:
+def _refuse_foreign(unknown: dict[str, Any], function: str) -> None:
     for name, value in unknown.items():
+        if name in UNBUILT:
+            continue  # None: check_options has looked
         if name in FOREIGN:
             if value is None or (isinstance(value, (int, float)) and value == 0):
                 continue  # what other libraries spell out and mean nothing by: dropout_p=0.0, attn_mask=None
             raise UnsupportedError(FOREIGN[name])
         hint = f" (here: {RENAMED[name]})" if name in RENAMED else ""
-        raise TypeError(f"attention() has no argument {name}={hint}")
+        raise TypeError(f"{function}() has no argument {name}={hint}")
 
 
 def spell(causal: Any, window: Any, softcap: Any) -> Options:
@@ -176,12 +178,14 @@ def spell(causal: Any, window: Any, softcap: Any) -> Options:
     return Options(causal=causal, window=window, softcap=_check_softcap(softcap))
 
 
-def check_options(arguments: dict[str, Any], unknown: dict[str, Any], backends: tuple[str, ...]) -> Options:
+def check_options(
+    arguments: dict[str, Any], unknown: dict[str, Any], backends: tuple[str, ...], function: str = "attention"
+) -> Options:
     """Options from the keyword arguments of a public function, or the sentence that refuses one of them."""
-    _refuse_foreign(unknown)
     for name in UNBUILT:
-        if arguments[name] is not None:
-            raise UnsupportedError(NOT_BUILT.format(name=name))
+        if arguments.get(name) is not None or unknown.get(name) is not None:
+            raise UnsupportedError(NOT_BUILT.format(name=name, function=function))
+    _refuse_foreign(unknown, function)
     spelled = spell(arguments["causal"], arguments["window"], arguments["softcap"])
     backend = arguments["backend"]
     if backend is not None and backend not in backends:
@@ -189,8 +193,8 @@ def check_options(arguments: dict[str, Any], unknown: dict[str, Any], backends: 
     return replace(
         spelled,
         scale=_check_scale(arguments["scale"]),
-        return_lse=_flag("return_lse", arguments["return_lse"]),
-        deterministic=_flag("deterministic", arguments["deterministic"]),
+        return_lse=flag("return_lse", arguments["return_lse"]),
+        deterministic=flag("deterministic", arguments["deterministic"]),
         backend=backend,
     )
 
@@ -208,6 +212,9 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not _PLAIN and not is_traced(tensor) and not tensor.is_nested
 
 
+SHAPES = {4: "4-D (batch, seqlen, heads, dim)", 3: "3-D (total, heads, dim)"}
+
+
 def refuse_without_memory(name: str, tensor: torch.Tensor) -> None:
     if has_no_memory(tensor):
         raise TypeError(
@@ -216,7 +223,7 @@ def refuse_without_memory(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _check_kinds(tensors: dict[str, Any]) -> None:
+def _check_kinds(tensors: dict[str, Any], dims: int) -> None:
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedError(FUNCTORCH)
     for name, tensor in tensors.items():
@@ -226,8 +233,8 @@ def _check_kinds(tensors: dict[str, Any]) -> None:
         if tensor.layout != torch.strided or tensor.is_nested:
             layout = "a nested tensor" if tensor.is_nested else str(tensor.layout)
             raise TypeError(f"{name} must be a plain strided tensor, got {layout}")
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must be 4-D (batch, seqlen, heads, dim), got shape {tuple(tensor.shape)}")
+        if tensor.dim() != dims:
+            raise ValueError(f"{name} must be {SHAPES[dims]}, got shape {tuple(tensor.shape)}")
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     if len(set(dtypes.values())) > 1:
         raise TypeError("q, k and v must have one dtype, got " + ", ".join(f"{n} {d}" for n, d in dtypes.items()))
@@ -246,16 +253,17 @@ def _check_tangents(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    batch, _, heads_q, head_dim = q.shape
-    if k.shape[0] != batch or v.shape[0] != batch:
-        raise ValueError(f"q, k and v must have one batch size, got {batch}, {k.shape[0]} and {v.shape[0]}")
-    if k.shape[1] != v.shape[1]:
-        raise ValueError(f"k and v must have one seqlen, got {k.shape[1]} and {v.shape[1]}")
-    if k.shape[2] != v.shape[2]:
-        raise ValueError(f"k and v must have one head count, got {k.shape[2]} and {v.shape[2]}")
-    if k.shape[3] != head_dim:
-        raise ValueError(f"q and k must have one head_dim, got {head_dim} and {k.shape[3]}")
-    heads_kv = k.shape[2]
+    heads_q, head_dim = q.shape[-2:]
+    if q.dim() == 4 and not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
+    if k.shape[-3] != v.shape[-3]:
+        word = "seqlen" if q.dim() == 4 else "total"
+        raise ValueError(f"k and v must have one {word}, got {k.shape[-3]} and {v.shape[-3]}")
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(f"k and v must have one head count, got {k.shape[-2]} and {v.shape[-2]}")
+    if k.shape[-1] != head_dim:
+        raise ValueError(f"q and k must have one head_dim, got {head_dim} and {k.shape[-1]}")
+    heads_kv = k.shape[-2]
     if heads_q % heads_kv if heads_kv else heads_q:
         raise ValueError(f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}")
 
@@ -269,20 +277,36 @@ def _check_limits(q: torch.Tensor, v: torch.Tensor, values: bool) -> None:
         if q.is_floating_point():
             raise UnsupportedError(f"dtype {dtype_name(q.dtype)} is not built yet: q, k and v are one of {names}")
         raise TypeError(f"q, k and v must be one of {names}, got {dtype_name(q.dtype)}")
-    for name, value in (("head_dim", q.shape[3]), ("head_dim_v", v.shape[3])):
+    for name, value in (("head_dim", q.shape[-1]), ("head_dim_v", v.shape[-1])):
         if not HEAD_DIM_MIN <= value <= HEAD_DIM_MAX:
             raise UnsupportedError(f"{name}={value} is not supported: {name} is {HEAD_DIM_MIN} to {HEAD_DIM_MAX}")
 
 
-def check_tensors(q: Any, k: Any, v: Any, values: bool = True) -> None:
+def check_tensors(q: Any, k: Any, v: Any, values: bool = True, dims: int = 4) -> None:
     """One ValueError, TypeError or UnsupportedError that names the value and the rule; nothing is returned.
 
-    Tensors without values (meta) are refused where `values` are needed.
+    Tensors without values (meta) are refused where `values` are needed. dims: 4, or 3 for packed sequences.
     """
-    _check_kinds({"q": q, "k": k, "v": v})
+    _check_kinds({"q": q, "k": k, "v": v}, dims)
     _check_shapes(q, k, v)
     _check_tangents({"q": q, "k": k, "v": v})
     _check_limits(q, v, values)
+
+
+def check_cache(q: Any, k_cache: Any, v_cache: Any, values: bool = True) -> None:
+    """As check_tensors, of a key-value cache, whose first two dimensions are its own."""
+    _check_kinds({"q": q, "k_cache": k_cache, "v_cache": v_cache}, 4)
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        shapes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        raise ValueError(f"k_cache and v_cache must be alike but for their last dimension, got {shapes}")
+    heads_q, head_dim = q.shape[2:]
+    heads_kv = k_cache.shape[2]
+    if k_cache.shape[3] != head_dim:
+        raise ValueError(f"q and k_cache must have one head_dim, got {head_dim} and {k_cache.shape[3]}")
+    if heads_q % heads_kv if heads_kv else heads_q:
+        raise ValueError(f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}")
+    _check_tangents({"q": q, "k_cache": k_cache, "v_cache": v_cache})
+    _check_limits(q, v_cache, values)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -300,7 +324,7 @@ def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, 
     Ordinary torch operations, so gradients follow by themselves.
     """
     if scale is None:
-        return q, default_scale(q.shape[3])
+        return q, default_scale(q.shape[-1])
     if scale > 0:
         return q, scale
     if scale < 0:
@@ -368,6 +392,13 @@ def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
         return q, k, v
     target = torch.get_autocast_dtype(q.device.type)
     return _cast(q, target), _cast(k, target), _cast(v, target)
+
+
+def is_special(*qkv: Any) -> bool:
+    """Has the cold path a way with tensors that no kernel takes: to be cast by autocast, or standing for a graph's?"""
+    if not all(isinstance(tensor, torch.Tensor) for tensor in qkv):
+        return False
+    return is_traced(*qkv) or any(new is not old for new, old in zip(autocast(*qkv), qkv, strict=True))
 
 
 def _cast(tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:

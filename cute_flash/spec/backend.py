@@ -9,6 +9,34 @@ q, dq   (batch, seqlen_q, heads_q, head_dim)         out, dout (batch, seqlen_q,
 k, dk   (batch, seqlen_k, heads_kv, head_dim)        lse, dlse (batch, heads_q, seqlen_q) float32 (float64 for float64)
 v, dv   (batch, seqlen_k, heads_kv, head_dim_v)      scale     a finite Python float > 0
 
+A Plan whose form is "packed" runs sequences that lie one after another: batch is 1, seqlen_q and seqlen_k are the rows
+of all together, and two operands stand before the scale:
+
+    ..., cu_seqlens_q, cu_seqlens_k, scale[, left, right, softcap])
+
+cu_seqlens  (sequences + 1,) int32, contiguous, on the operands' device: sequence i has rows [cu[i], cu[i + 1]) of q and
+            of k, and its mask is aligned to its own lengths. Rows after the last sequence get output 0, LSE -inf and
+            zero gradients; no row reads what belongs to another sequence, NaN included. The office has not read the
+            values: out of order they may give any numbers, but nothing is read or written outside the operands.
+
+A Plan whose form is "cache" (forward only) runs few query rows over a cache. Its k and v are
+(cache rows, length, heads_kv, dim), or with a page_size (pages, page_size, heads_kv, dim), and seven operands stand
+before the scale:
+
+    ..., cache_seqlens, page_table, cache_batch_idx, k_new, v_new, splits, split_keys, scale[, left, right, softcap])
+
+cache_seqlens    (batch,) int32: keys of each row of q in the cache, at most what it holds
+page_table       (batch, pages a row) int32, last stride 1; None without a page_size
+cache_batch_idx  (batch,) int32: the cache row of each row of q; None: its own number, or paged
+k_new, v_new     (batch, new keys, heads_kv, dim), or None both: written into k and v behind each row's keys, as far as
+                 there is room, and then part of them
+splits           a Python int >= 1: programs that share the keys of a query tile
+split_keys       0: equal shares of what each row has. Else each share is exactly so many keys, whatever the row has, so
+                 that no other row changes how a row is summed; splits * split_keys holds the whole cache
+
+As with cu_seqlens, values are not read by the office, and wrong ones touch nothing outside the operands. What is not a
+key of the row is never read into it.
+
 A Plan that is not `plain` has a windowed mask, a softcap or both. Its kernels take three numbers after the scale, here
 and below, of which one that the Plan does not use is 0:
 

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from .mask import FULL, Mask
+from .problem import DENSE
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Plan:
     softcap: bool = False  # scores are capped: softcap * tanh(score / softcap)
     ctas: int = 0  # CTAs of a persistent kernel at most: the GPU's multiprocessors times what fits one; 0 = none
     draws: bool = False  # CTAs draw query tiles from a counter, which the kernel takes last
+    form: str = DENSE  # how sequences lie in the operands, see backend.py
+    page_size: int = 0  # of a paged cache
     variant: str = ""  # names a different schedule under the same backend
 
     @property
@@ -54,6 +57,8 @@ class Plan:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"
         words = [self.backend, self.direction, self.arch, self.dtype, f"d={dims}", str(self.mask)]
         words += [f"tile {self.tile}"] if self.tile else []
+        words += [self.form] if self.form != DENSE else []
+        words += [f"page_size={self.page_size}"] if self.page_size else []
         words += ["softcap"] if self.softcap else []
         words += ["lse"] if self.lse and self.direction == "forward" else []
         words += ["drawn"] if self.draws else []

@@ -7,6 +7,9 @@ from .mask import FULL, Mask
 
 FORWARD, BACKWARD = "forward", "backward"
 SHORT_KEYS = 1024  # up to here a forward counts as short
+# How sequences lie in the operands, see backend.py.
+DENSE, PACKED, CACHE = "dense", "packed", "cache"
+FEW = (16, 32, 64)  # what the longest of packed sequences is rounded up to where it is that short, or a cache's queries
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,10 @@ class Problem:
     ieee_float32: bool = True  # float32 matmuls must not round to TF32
     features: frozenset[str] = frozenset()  # options beyond the plain call, by public name such as "softcap"
     short: bool = False  # forward only: seqlen_k <= SHORT_KEYS, where smaller tiles may win
+    form: str = DENSE
+    few_rows: int = 0  # PACKED: no sequence has more query rows, as the caller says; one of FEW, 0 = more or not said
+    few_keys: int = 0
+    page_size: int = 0  # CACHE: keys of a page, 0 = the cache is not paged. few_rows counts a group's query rows there
     unaligned: tuple[str, ...] = field(default=())  # why q, k or v is not 16-byte friendly, one sentence each
 
     @property
@@ -34,10 +41,14 @@ class Problem:
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"
-        extras = "".join(f" {name}" for name in sorted(self.features))
+        extras = f" {self.form}" if self.form != DENSE else ""
+        extras += f" page_size={self.page_size}" if self.page_size else ""
+        extras += f" rows<={self.few_rows}" if self.few_rows else ""
+        extras += f" keys<={self.few_keys}" if self.few_keys else ""
+        extras += "".join(f" {name}" for name in sorted(self.features))
         extras += " lse" if self.lse else ""
         extras += " deterministic" if self.deterministic else ""
-        extras += f" keys<={SHORT_KEYS}" if self.short else ""
+        extras += f" keys<={SHORT_KEYS}" if self.short and not self.few_keys else ""
         return (
             f"{self.direction} {self.dtype} head_dim={dims} heads={self.heads_q}/{self.heads_kv} "
             f"{self.mask}{extras} on {self.device}"

@@ -33,3 +33,13 @@ def rule_of(plan: Plan, heads_q: int, sm_count: int) -> SplitRule:
     if plan.tile is None:
         raise ValueError(f"a plan without a tile cannot be split: {plan}")
     return SplitRule(plan.tile.tile_m, max(plan.tile.tile_n, SPLIT_KEYS), heads_q, sm_count)
+
+
+CACHE_SPLIT_KEYS = 256  # of a cache's length for each program that shares it, at least
+INVARIANT_SPLIT_KEYS = 512  # of a program's share where a row's result may depend on nothing else
+
+
+def cache_splits(query_tiles: int, length: int, sm_count: int) -> int:
+    """How many programs share the keys of a query tile of a cache that holds `length`, so that two of them fill each of
+    the GPU's multiprocessors. From sizes on the host: the row's own length is on the device."""
+    return max(1, min(-(-length // CACHE_SPLIT_KEYS), 2 * sm_count // max(1, query_tiles)))

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cute_flash
-from cute_flash.integrations import sdpa
+from cute_flash.integrations import sdpa, spans
 from tests import cases, oracle
 from tests.cases import Case
 from tests.device.gpu import BACKENDS, DEVICE, GRADIENT_BACKENDS, runner
@@ -122,6 +122,25 @@ def test_autocast(compiled):
             assert torch.equal(call(*mixture, causal=True), expected)
     with pytest.raises(Exception, match="one dtype"):
         call(q.float(), k, v, causal=True)
+
+
+def test_spans_of_padding_in_a_compiled_graph():
+    """The mask lies on the GPU and its spans on the CPU, read when the graph runs; same bits as eagerly."""
+    q, k, v = inputs_of().qkv
+    places, bounds = spans.Places(2, 300, 300, 0, 0), (None, 0)
+
+    def call(q, k, v, mask):
+        return spans.attend_in_graph(q, k, v, spans.of_mask_in_graph(mask, places, bounds), None, None) * 2
+
+    compiled = torch.compile(call, fullgraph=True)
+    for padding in ((0, 57), (299, 0)):
+        mask = torch.ones(2, 300, dtype=torch.bool, device=DEVICE)
+        for row, count in enumerate(padding):
+            mask[row, :count] = False
+        expected = spans.attend(q, k, v, spans.of_mask(mask, places, bounds), None, None) * 2
+        out = compiled(q, k, v, mask)
+        assert torch.equal(out, expected)
+        assert all(not out[row, :count].any() and out[row, count:].any() for row, count in enumerate(padding))
 
 
 def test_inference_mode():

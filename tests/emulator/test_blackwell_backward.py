@@ -1,10 +1,11 @@
 """Our Blackwell backward, emulated, against float64: tile edges, masks, windows, softcaps, groups, lengths, head dims.
 
-Every run: a third of the cells, late, under one of three seeds, rotating by day. scripts/test --all: each under every
-seed, and in the other modes too; with --emulator-csv FILE, one row a run.
+Every run: a sixth of the cells, late, under one of three seeds, rotating by day. scripts/test --all: each under every
+seed, and in the other modes too.
 """
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from .test_hopper_backward import BACKENDS, EVERY_DAY, SCHEDULES, Cell, cell, ch
 ARCH = "sm_100a"
 
 # Tiles of 128 keys, and of 128 queries up to head dim 128: dQ has columns of its own up to (64, 128), else it lies over
-# dP^T; dO has two slots but for (128, 128) and (128, 96). Beyond, of 64 queries, dQ transposed: (., 129 and up) in one
+# dP^T; dO has two slots but for (128, 128) and (128, 96). At 128 pairs of CTAs where key tiles are even or many: see
+# tiles.backward_pairs_pay. Beyond, of 64 queries, dQ transposed: (., 129 and up) in one
 # kernel, (129 and up, .) in two, the one for dK and dQ with one slot of Q at (256, 256).
 CELLS = (
     cell(64, (1, 1), heads=(2, 1)),
@@ -45,6 +47,10 @@ CELLS = (
     cell(128, (200, 129), dtype="float16", lse_grad=True),
     cell(128, (130, 300), values="falling"),
     cell(128, (130, 300), causal=True, values="outliers"),
+    cell(128, (65, 600)),  # pairs: five key tiles, the sixth CTA has none
+    cell(104, (260, 500), causal=True, heads=(2, 1)),
+    cell(128, (300, 900), window=(130, 20)),
+    cell(128, (257, 256), softcap=10.0, dtype="float16", lse_grad=True),
     cell(72, (129, 63), layout="heads_first"),
     cell((64, 128), (65, 191)),
     cell((128, 96), (129, 130)),
@@ -71,13 +77,23 @@ def schedules():
     for index, each in enumerate(CELLS):
         turns = SOON if each.deterministic else SCHEDULES  # late, and polling: ten minutes a run
         for schedule in turns:
-            due = (index + turn()) % 3 == 0 and schedule == turns[(index + turn()) // 3 % len(EVERY_DAY)]
+            due = (index + turn()) % 6 == 0 and schedule == turns[(index + turn()) // 6 % len(EVERY_DAY)]
             marks = [] if due else [pytest.mark.slow]
             yield pytest.param(each, schedule, id=f"{each}-{schedule}", marks=marks)
 
 
 def test_at_least_twenty_four_shapes():
     assert len(set(CELLS)) == len(CELLS) >= 24
+
+
+@pytest.mark.parametrize("keys, paired", [(128, False), (129, True), (300, False), (513, True)])
+def test_pairs_where_both_ctas_mostly_have_keys(keys, paired):
+    launches = []
+    gradients(cell(128, (1, keys)), Schedule("eager", "round_robin", 0), ARCH, launches=launches)
+    products = Counter()
+    for launch in launches:
+        products += launch["counters"].mma_by_shape
+    assert {"2-CTA" in shape for shape in products} == {paired}
 
 
 @pytest.mark.parametrize("each, schedule", schedules())

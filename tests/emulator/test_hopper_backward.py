@@ -4,16 +4,22 @@ Every run: half of the cases, late, under one of three seeds, rotating by day. s
 seed, and in the other modes too.
 """
 
+import contextlib
 import functools
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
 
 import cute_flash
+from cute_flash.arch.common import order
 from cute_flash.arch.sm90 import backend as sm90
+from cute_flash.arch.sm90.grad import zeros
 from cute_flash.arch.sm100 import backend as sm100
+from cute_flash.emulator.errors import EmulatorError
 from cute_flash.spec import settings
 from cute_flash.spec.device import ARCHES, imagined
 
@@ -29,6 +35,7 @@ SCHEDULES = tuple(
 )
 EVERY_DAY = SCHEDULES[:3]
 NAMES = ("dq", "dk", "dv")
+SMS = 2  # fewer than most cases have key tiles: CTAs draw several
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ CELLS = (
     cell((96, 64), (129, 100), causal=True, heads=(2, 1)),
     cell(64, (300, 400), window=(70, 30), deterministic=True),  # a query tile's first key tile is not 0
     cell(128, (65, 200), heads=(2, 1), deterministic=True),
+    cell(64, (130, 200), heads=(6, 3), batch=2),  # zeros for later heads
     cell(256, (65, 65), causal=True),
     cell(256, (129, 63), heads=(2, 1)),
     cell((192, 128), (127, 130), causal=True, heads=(2, 1)),
@@ -102,24 +110,28 @@ BACKENDS = {"sm_90a": Compiled(sm90.BACKEND), "sm_100a": Compiled(sm100.BACKEND)
 BACKENDS["sm_103a"] = BACKENDS["sm_100a"]
 
 
-def gradients(each: Cell, schedule: Schedule, arch: str = ARCH):
-    """(dQ, dK, dV) of the architecture's kernels, given the exact output and LSE; (inputs, dLSE) beside them."""
+def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, launches: list | None = None, **knobs):
+    """(dQ, dK, dV) of the architecture's kernels, given the exact output and LSE; (inputs, dLSE) beside them. What was
+    launched is added to `launches`."""
     case, inputs = each.case, make_inputs(each.case)
     options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
     exact = oracle.forward(*inputs.qkv, **options)
     outputs = direct.Outputs(exact.out.to(case.torch_dtype), exact.lse.float())
     dlse = torch.randn(outputs.lse.shape) if each.lse_grad else None
-    with settings.override(cache_dir=None, backend=None), cute_flash.emulate(arch, strict_exit=True, **schedule.knobs):
+    knobs = {"strict_exit": True, **schedule.knobs, **knobs}
+    with settings.override(cache_dir=None, backend=None), cute_flash.emulate(arch, **knobs) as emulation:
         found = direct.backward(
-            BACKENDS[arch],
+            backend or BACKENDS[arch],
             inputs.dout,
             *inputs.qkv,
             outputs,
             dlse,
-            device=imagined(ARCHES[arch], "emulated"),
+            device=replace(imagined(ARCHES[arch], "emulated"), sm_count=SMS),
             deterministic=each.deterministic,
             **options,
         )
+    if launches is not None:
+        launches += emulation.launches
     return found, inputs, dlse
 
 
@@ -153,6 +165,52 @@ def test_deterministic_gradients_are_the_same_under_every_schedule():
     first, *others = (gradients(each, schedule)[0] for schedule in EVERY_DAY)
     for found in others:
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+def _errors(each: Cell, found, inputs) -> list[float]:
+    exact = oracle.backward(*inputs.qkv, inputs.dout, causal=each.case.causal)
+    return [oracle.relative_error(a, b) for a, b in zip(found, exact, strict=True)]
+
+
+DAILY_AND_SLOW = [EVERY_DAY[0], *(pytest.param(each, marks=pytest.mark.slow) for each in EVERY_DAY[1:])]
+
+
+@pytest.mark.parametrize("schedule", DAILY_AND_SLOW, ids=str)
+def test_zeros_for_later_sections(schedule):
+    """Causal: L2 holds one head, so that most zeros are made by earlier CTAs."""
+    each = cell(64, (193, 193), causal=True, batch=4)
+    with mock.patch.object(order, "L2_SECTION_BYTES", 1):
+        found, inputs, _ = gradients(each, schedule, backend=Compiled(sm90.BACKEND))
+    assert max(_errors(each, found, inputs)) < 4e-3
+
+
+PLANTED = {
+    "nobody waits for the zeros": {"wait_zeroed": lambda *_: None},
+    "the zeros count before they are there": {"edit": lambda p: re.sub(r"cp\.async\.bulk\.wait_group\s+0;", "", p)},
+    "no fence between the word and the addition": {"edit": lambda p: p.replace("fence.proxy.async.global;", "")},
+}
+
+
+SLOW_FAULT = "nobody waits for the zeros"  # several schedules pass before one shows it
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * (f == SLOW_FAULT)) for f in PLANTED])
+def test_a_planted_fault_in_the_zeros_is_noticed(fault):
+    """The second head's sums are zeroed by CTAs of the first."""
+    each, changes = cell(64, (130, 200), heads=(2, 2), batch=2), dict(PLANTED[fault])
+    edit = changes.pop("edit", None)
+    for schedule in SCHEDULES:
+        try:
+            with contextlib.ExitStack() as stack:
+                for name, value in changes.items():
+                    stack.enter_context(mock.patch.object(zeros, name, value))
+                backend = None if edit else Compiled(sm90.BACKEND)
+                found, inputs, _ = gradients(each, schedule, backend=backend, edit=edit, resident=8)
+        except EmulatorError:
+            return
+        if not max(_errors(each, found, inputs)) < 0.02:
+            return
+    pytest.fail("nothing noticed it")
 
 
 def test_rows_past_the_end_touch_nothing():

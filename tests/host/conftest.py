@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import cute_flash.arch as arch
-from cute_flash import api
+from cute_flash import api, kvcache, varlen
 from cute_flash.runtime import compiler, dispatch, report
 from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
@@ -22,6 +22,8 @@ def office(tmp_path):
 
 def _forget() -> None:
     api._warm.clear()
+    kvcache._warm.clear()
+    varlen._warm.clear()
     compiler.forget()
     report.forget()
     dispatch.forget_broken()

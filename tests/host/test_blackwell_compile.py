@@ -9,6 +9,8 @@ import pytest
 
 from cute_flash.arch.sm100 import tiles
 from cute_flash.arch.sm100.backend import ARCHES, BACKEND
+from cute_flash.arch.sm100.grad.memory import BackwardShape
+from cute_flash.arch.sm100.grad.schedule import HALVES, REGISTERS
 from cute_flash.arch.sm100.schedule import BUDGETS, ROWS, WARPGROUP
 from cute_flash.spec.device import imagined
 from cute_flash.spec.mask import CAUSAL, FULL, Mask
@@ -96,7 +98,26 @@ def test_every_head_dim_has_a_tile_that_fits(head_dim):
         assert tiles.tmem_columns(tile.tile_m // ROWS, widths[1]) <= tiles.TMEM_COLUMNS
 
 
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_head_dim_has_a_backward_that_fits(head_dim):
+    """BackwardShape checks the columns of tensor memory, backward_slots the bytes of shared memory."""
+    for head_dim_v in range(8, 257, 8):
+        widths = tiles.backward_widths(head_dim, head_dim_v)
+        tile, variant = tiles.backward_tile(*widths), tiles.backward_variant(*widths)
+        shapes = [BackwardShape(tile, *widths, part) for part in tiles.backward_parts(variant)]
+        assert all(min(shape.slots) >= 1 for shape in shapes)
+        assert sum(shape.makes_dk for shape in shapes) == sum(shape.makes_dv for shape in shapes) == 1
+
+
+def test_dk_and_dv_too_wide_for_tensor_memory_are_refused():
+    with pytest.raises(ValueError, match="exceed 512 columns"):
+        BackwardShape(tiles.backward_tile(256, 256), 256, 256)
+
+
 def test_register_budgets_fit_the_register_file():
+    reduce, weigh, other = REGISTERS
+    assert WARPGROUP * (reduce + HALVES * weigh + other) <= REGISTER_FILE
+    assert all(registers % 8 == 0 for registers in REGISTERS)
     for query_tiles, (softmax, correction, other) in BUDGETS.items():
         assert WARPGROUP * (query_tiles * softmax + correction + other) <= REGISTER_FILE
         assert softmax % 8 == correction % 8 == other % 8 == 0  # setmaxnreg counts in eights

@@ -30,6 +30,7 @@ def test_doctor_tells_versions_cache_and_who_serves(capsys):
         assert f"\n{word}" in said
     assert str(settings.current.cache_dir) in said and "(not made yet)" in said
     assert "runs: reference forward" in said and "runs: reference backward" in said
+    assert said.count("stages=1 packed") == 2 and "stages=1 cache" in said
     assert "sm90: runs on compute capability 9.0" in said
 
 
@@ -53,6 +54,20 @@ def test_explain_takes_a_window_and_a_softcap(capsys):
     with pytest.raises(SystemExit):
         cli.main(["explain", "--window=-1,0"])
     assert "None (not -1) means unbounded" in capsys.readouterr().err
+
+
+def test_explain_takes_packed_sequences_and_caches(capsys):
+    command = ["explain", "--arch", "9.0", "--causal", "--form"]
+    assert cli.main([*command, "packed"]) == 0
+    said = capsys.readouterr().out
+    assert "runs: triton forward" in said and "runs: triton backward" in said
+    assert said.count("sm90: packed sequences (attention_varlen) are not built yet") == 2
+    assert cli.main([*command, "cache"]) == 0
+    said = capsys.readouterr().out
+    assert "runs: triton forward" in said and "backward" not in said
+    for wrong in (["cache", "--direction", "backward"], ["packed", "1,40,4,16"]):
+        with pytest.raises(SystemExit, match="--form"):
+            cli.main([*command, *wrong])
 
 
 def test_explain_names_the_plan_of_short_sequences_where_there_is_one(capsys):

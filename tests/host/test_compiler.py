@@ -93,7 +93,7 @@ def test_every_field_of_the_plan_is_a_key():
         "backend": "sm100", "direction": "backward", "arch": "sm_100a", "dtype": "float16", "head_dim": 128,
         "head_dim_v": 128, "mask": CAUSAL, "lse": True, "lse_grad": True, "deterministic": True, "ieee_float32": False,
         "tile": Tile(64, 64), "variant": "another", "ctas": 132, "softcap": True,
-        "draws": True,
+        "draws": True, "form": "packed", "page_size": 64,
     }  # fmt: skip
     assert set(changes) == set(Plan.__dataclass_fields__)
     keys = {diskcache.key_of(replace(PLAN, **{name: value}).key(), ()) for name, value in changes.items()}

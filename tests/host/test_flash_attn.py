@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from cute_flash import UnsupportedError, attention
+from cute_flash import UnsupportedError, attention, attention_kvcache, attention_varlen
 from cute_flash.integrations import flash_attn as ours
 
 from .. import oracle
@@ -67,6 +67,41 @@ def test_the_signature_is_flash_attention_2s():
     ]  # fmt: skip
 
 
+STARTS = torch.tensor([0, 3, 9], dtype=torch.int32)
+
+
+def test_packed_sequences():
+    q, k, v = (x[0, :9] for x in qkv())
+    out, lse, nothing = ours.flash_attn_varlen_func(
+        q, k, v, STARTS, STARTS, 6, 6, causal=True, window_size=(4, -1), softcap=2.0, return_attn_probs=True
+    )
+    lengths = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}
+    expected = attention_varlen(q, k, v, **lengths, window=(4, 0), softcap=2.0, return_lse=True)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1]) and nothing is None
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_caches(paged):
+    torch.manual_seed(0)
+    q = torch.randn(2, 2, 4, 16)
+    k, v = (torch.randn(2, 8, 2, 16) for _ in range(2))
+    new = [torch.randn(2, 1, 2, 16) for _ in range(2)]
+    table = {"page_table": torch.tensor([[1], [0]], dtype=torch.int32)} if paged else {}
+    theirs = {"block_table": table["page_table"]} if paged else {}
+    lens = torch.tensor([5, 5], dtype=torch.int32)
+    caches, copies = (k.clone(), v.clone()), (k.clone(), v.clone())
+    out, lse = ours.flash_attn_with_kvcache(
+        q, *caches, *new, cache_seqlens=5, causal=True, return_softmax_lse=True, **theirs
+    )
+    expected = attention_kvcache(
+        q, *copies, cache_seqlens=lens, k_new=new[0], v_new=new[1], causal=True, return_lse=True, **table
+    )
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    assert torch.equal(caches[0], copies[0]) and not torch.equal(caches[0], k)
+    whole = attention_kvcache(q, k, v, cache_seqlens=torch.tensor([8, 8], dtype=torch.int32), **table)
+    assert torch.equal(ours.flash_attn_with_kvcache(q, k, v, num_splits=0, **theirs), whole)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
@@ -79,11 +114,13 @@ def test_the_signature_is_flash_attention_2s():
             r"\(batch, seqlen_k, 2, heads_kv, head_dim\)",
         ),
         (
-            lambda q, k, v: ours.flash_attn_varlen_func(q, k, v, causal=True),
+            lambda q, k, v: ours.flash_attn_varlen_func(q[0], k[0], v[0], STARTS, STARTS, 9, 9, block_table=STARTS),
             UnsupportedError,
-            "call flash_attn_func once",
+            "block_table= is not built yet",
         ),
-        (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v), UnsupportedError, "filled part of the cache"),
+        (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, rotary_cos=q), UnsupportedError, "rotary_cos= is not"),
+        (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, cache_leftpad=q), UnsupportedError, "cache_leftpad= is"),
+        (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, alibi_slopes=q), UnsupportedError, "alibi_slopes= is"),
     ],
 )
 def test_what_is_refused(call, error, sentence):

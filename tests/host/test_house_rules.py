@@ -60,16 +60,18 @@ EXCEPTIONS: dict[str, str] = {
     "floors arch/sm90/epilogue.py cute_flash.arch.sm90.mma": "which row a thread's LSE belongs to is mma's fact",
     "floors arch/sm90/epilogue.py cute_flash.arch.sm90.load": "TMA descriptor and tensor: one bundle both ways",
     "floors arch/sm100/epilogue.py cute_flash.arch.sm100.load": "TMA descriptor and tensor: one bundle both ways",
-    "floors arch/sm90/grad/epilogue.py cute_flash.arch.sm90.epilogue": "registers leave as the forward's do",
     "floors arch/sm100/grad/epilogue.py cute_flash.arch.sm100.epilogue": "a row leaves as the forward's do",
     "floors arch/sm90/grad/mask.py cute_flash.arch.sm90.mma": "which row and column a register holds is mma's fact",
     "parameters arch/common/entry.py __call__": "the contract's operands, from which TVM-FFI's signature is derived",
     "parameters arch/triton/forward.py attention_forward": "an integer in a tuple would be compiled in",
+    "parameters arch/triton/cache.py attention_cache": "an integer in a tuple would be compiled in",
+    "parameters arch/triton/cache.py forward": "the contract's operands",
     "parameters arch/triton/backward.py attention_backward_dq": "an integer in a tuple would be compiled in",
     "parameters arch/triton/backward.py attention_backward_dkdv": "an integer in a tuple would be compiled in",
-    "parameters arch/sm90/forward.py __call__": "the contract's operands, the counter among them",
     "parameters arch/triton/backward.py backward": "the contract's ten operands and the Plan",
     "parameters cute_flash/integrations/flash_attn.py flash_attn_func": "FlashAttention's own",
+    "parameters cute_flash/integrations/flash_attn.py flash_attn_varlen_func": "FlashAttention's own",
+    "parameters cute_flash/integrations/flash_attn.py flash_attn_with_kvcache": "FlashAttention's own",
 }
 
 

@@ -1,5 +1,6 @@
 """The measuring scripts without a GPU: the check that gates numbers, slices that resume, a worker that breaks."""
 
+import csv
 import sys
 import textwrap
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from cute_flash.spec.plan import Tile
-from perf import baselines, bench, check, points, records, report, series, supervise
+from perf import baselines, bench, check, points, records, report, series, supervise, train
 from scripts import sass, tune
 from tests import oracle
 
@@ -223,3 +224,20 @@ def test_tuning_sweeps_tiles_and_schedules():
     assert {(p.tile.tile_n, p.tile.votes, p.tile.ahead, p.draws) for p in plans} >= {(112, True, 16, False)}
     assert {p.tile.late for p in plans} == {bench_.plan.tile.late}, "what is not named stays"
     assert all(eval(tune.spelled(p.tile), {"Tile": Tile}) == p.tile for p in plans), "a row can be pasted"
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def test_models_that_differ_by_their_attention_learn_alike(tmp_path: Path):
+    out = tmp_path / "train.csv"
+    words = ["--dry", "--steps", "12", "--contestants", "ours,fa2", "--commit", "c", "--out", str(out)]
+    assert train.main(words) == 0
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    curves = {name: [float(r["loss"]) for r in rows if r["contestant"] == name] for name in ("ours", "fa2")}
+    assert all(len(curve) == 12 and sum(curve[-3:]) / 3 < curve[0] - 0.3 for curve in curves.values())
+    assert max(abs(a - b) for a, b in zip(*curves.values(), strict=True)) < 0.02
+    assert all(float(row["ms"]) > 0 and row["commit"] == "c" for row in rows)
+    with pytest.raises(SystemExit):
+        train.arguments(["--width", "200"])

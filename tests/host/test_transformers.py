@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cute_flash import UnsupportedError
+from cute_flash.integrations import spans as runs
 from cute_flash.integrations import transformers as ours
 from cute_flash.runtime import request
 
@@ -117,7 +118,7 @@ def test_a_window_and_a_softcap_matter_here():
 
 def test_no_mask_is_made_where_there_is_no_padding(monkeypatch):
     seen = []
-    monkeypatch.setattr(ours, "_read", lambda mask: seen.append(mask))
+    monkeypatch.setattr(runs, "read", lambda mask: seen.append(mask))
     for name in CONFIGS:
         model, (ids, _) = model_of(name), tokens()
         model.set_attn_implementation("cute_flash")
@@ -142,6 +143,73 @@ def test_compiles_whole_and_notices_packed_sequences():
         compiled(ids, packed)
     with pytest.raises(UnsupportedError, match="packed_sequence_mask_function"):
         call(ids, packed)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gemma2"))]
+)
+def test_padding_compiles_whole(name):
+    """No graph for each mask and length: the spans are read when it runs, not while it is traced."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model, cached = model_of(name), {} if name == "bert" else {"use_cache": False}
+    calls = [tokens(length=n, padding=side) for n, side in ((21, "right"), (21, "left"), (30, "left"), (17, "right"))]
+    right = [logits_and_gradients(model, "cute_flash", *call) for call in calls]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def logits_of(ids, mask, positions):
+        return model(ids, attention_mask=mask, position_ids=positions, **cached).logits
+
+    compiled = torch.compile(logits_of, fullgraph=True, dynamic=True, backend=counter)
+    for (ids, mask), (expected, gradients) in zip(calls, right, strict=True):
+        model.zero_grad()
+        real = compiled(ids, *words(mask).values())[mask.bool()]
+        torch.testing.assert_close(real, expected, **CLOSE)
+        real.cos().sum().backward()
+        for parameter, value in model.named_parameters():
+            if parameter in gradients:
+                torch.testing.assert_close(value.grad, gradients[parameter], rtol=1e-4, atol=1e-6, msg=parameter)
+    assert counter.frame_count <= 2 < len(calls)
+    ids, mask = tokens(length=21, padding="right")
+    mask[0, 3] = 0
+    with pytest.raises(UnsupportedError, match="row 0 of attention_mask has holes"):
+        compiled(ids, *words(mask).values())
+
+
+def test_a_dense_mask_is_refused_while_a_graph_is_traced():
+    q = torch.randn(2, 4, 5, 16)
+
+    def call(q, mask):
+        return ours.attention_forward(torch.nn.Module(), q, q, q, mask)[0]
+
+    with pytest.raises(Exception, match=r"got a dense one of shape \(2, 1, 5, 5\)"):
+        torch.compile(call, fullgraph=True, backend="eager")(q, torch.zeros(2, 1, 5, 5))
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("rows", [[[0, 4, 5, -1, 0], [2, 5, 5, -1, 0]], [[0, 5, 5, 2, 0]] * 2, [[0, 0, 5, -1, -1]] * 2])
+def test_opcheck_of_spans(rows, lse):
+    q, k, v = (torch.randn(2, 5, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    mask = torch.tensor(rows, dtype=torch.int32)[:, None, None]
+    torch.library.opcheck(torch.ops.cute_flash.attention_of_spans, (q, k, v, mask, lse, 0.3, 5.0))
+    detached = tuple(x.detach() for x in (q, k, v))
+    out, lse_out = torch.ops.cute_flash.attention_of_spans(*detached, mask, True, 0.3, None)
+    arguments = (torch.randn_like(out), *detached, mask, out, lse_out, 0.3, None)
+    torch.library.opcheck(torch.ops.cute_flash.attention_of_spans_backward, arguments)
+    torch.testing.assert_close(out, runs.attend(*detached, mask, 0.3, None))
+    real = torch.ones(2, 5, dtype=torch.bool)
+    torch.library.opcheck(torch.ops.cute_flash.spans_of_mask, (real, None, 2, 5, 5, 0, 0, None, 0))
+    torch.library.opcheck(torch.ops.cute_flash.spans_of_mask, (None, torch.tensor(3), 2, 1, 8, 0, 0, 7, 0))
+
+
+def test_a_second_derivative_of_spans_raises():
+    q, k, v = (torch.randn(2, 5, 2, 16, requires_grad=True) for _ in range(3))
+    mask = torch.tensor([[0, 5, 5, -1, 0], [1, 5, 5, -1, 0]], dtype=torch.int32)[:, None, None]
+    out = torch.ops.cute_flash.attention_of_spans(q, k, v, mask, True, None, None)[0]
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
 
 
 @pytest.mark.slow
@@ -224,7 +292,7 @@ def _around():
         (lambda: spans(attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 1]])), "row 1 of attention_mask has"),
         (lambda: spans(attention_mask=torch.ones(2, 3)), "attention_mask is of 3 keys and there are 5"),
         (lambda: spans(q_offset=3), "queries end at key 8 of 5"),
-        (lambda: ours._read(torch.zeros(2, 1, 5, 5)), r"got a dense one of shape \(2, 1, 5, 5\)"),
+        (lambda: runs.read(torch.zeros(2, 1, 5, 5)), r"got a dense one of shape \(2, 1, 5, 5\)"),
     ],
 )
 def test_masks_without_such_a_form_are_refused(call, sentence):
@@ -277,7 +345,7 @@ def test_an_old_transformers_is_refused_by_name(monkeypatch):
 
 def test_batches_of_one_span_are_one_call(monkeypatch):
     calls = []
-    monkeypatch.setattr(ours, "attention", lambda q, k, v, **options: calls.append((q.shape, k.shape)) or q)
+    monkeypatch.setattr(runs, "attention", lambda q, k, v, **options: calls.append((q.shape, k.shape)) or q)
     q = torch.zeros(3, 4, 2, 16)
     for rows in ([[0, 4, 4, -1, 0]] * 3, [[0, 4, 4, -1, 0], [1, 4, 4, -1, 0], [0, 4, 4, -1, 0]]):
         calls.clear()

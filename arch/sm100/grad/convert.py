@@ -47,16 +47,21 @@ def convert_kernel(
 
 @cute.kernel
 def convert_transposed_kernel(
-    sums: cute.Tensor,  # (64 * width_qk, query tiles, heads_q, batch) float32
+    sums: cute.Tensor,  # (tile_m * width_qk, query tiles, heads_q, batch) float32
     dq: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
     scale: Float32,
-    width: cutlass.Constexpr[int],
+    shape: cutlass.Constexpr,  # (width_qk, CTAs that multiplied together)
 ):
-    """Lanes are columns, 128 at a time, and what a lane has are queries: a thread takes 8 columns of 4 queries."""
+    """What a lane has are 64 queries: a thread takes 8 columns of 4 queries.
+
+    Alone, the 128 lanes are columns of dQ, and 128 more follow where it is wider. Of a pair, the parts are the CTAs',
+    64 columns each, and the upper 64 lanes have the same columns of the next 64 queries.
+    """
+    width, ctas = shape
     thread, _, _ = cute.arch.thread_idx()
     tile, head, batch = cute.arch.block_idx()
-    rows, parts = dq[batch, None, head, None], cutlass.const_expr(width // ROWS)
-    groups = cutlass.const_expr(ROWS // VECTOR)
+    rows, parts = dq[batch, None, head, None], cutlass.const_expr(width // ROWS * ctas)
+    groups, columns = cutlass.const_expr(ROWS // VECTOR), cutlass.const_expr(ROWS // ctas)
     mine = cute.make_tensor(sums[None, tile, head, batch].iterator.align(16), dq_vectors(WIDE_ROWS * parts))
     loaded = cute.make_rmem_tensor((4, VECTOR), Float32)
     values = cute.make_rmem_tensor((VECTOR,), Float32)
@@ -65,10 +70,10 @@ def convert_transposed_kernel(
         lane, four = thread % groups * VECTOR, thread // groups
         for i in cutlass.range_constexpr(VECTOR):
             cute.autovec_copy(mine[None, part * (WIDE_ROWS // 4) + four, lane + i], loaded[None, i])
-        column = part * ROWS + lane
+        column = part * columns + lane % columns
+        start = (tile * ctas + lane // columns) * WIDE_ROWS + 4 * four
         for row in cutlass.range_constexpr(4):
-            at = tile * WIDE_ROWS + 4 * four + row
             for i in cutlass.range_constexpr(VECTOR):
                 values[i] = loaded[row, i]
-            if at < rows.shape[0] and column < rows.shape[1]:
-                _store_vector(values, packed, rows, (at, column), scale)
+            if start + row < rows.shape[0] and column < rows.shape[1]:
+                _store_vector(values, packed, rows, (start + row, column), scale)

@@ -115,7 +115,7 @@ def _some_steps(mma: cute.TiledMma, to: cute.Tensor, a: cute.Tensor, b: cute.Ten
 
 
 @cute.jit
-def _product(mmas: cutlass.Constexpr, kind: cutlass.Constexpr, to: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
+def product(mmas: cutlass.Constexpr, kind: cutlass.Constexpr, to: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
     """to = a b, operands in shared memory: (mma, 1, k steps); kind: names one of the tiled MMAs.
 
     Many steps are a loop on purpose: unrolled, ptxas holds a descriptor for each of them in uniform registers from one
@@ -146,7 +146,7 @@ def _add_weighted(mma: cute.TiledMma, place: tuple, to: cute.Tensor, b: cute.Ten
 def _scores(bars: Barriers, ops: Operands, mmas: cutlass.Constexpr, ring: Ring):
     cute.arch.mbarrier_wait(bars.q_full + ring.slot, ring.phase)
     s = cute.make_tensor(ops.tmem + mmas.shape.s_column, ops.s)
-    _product(mmas, "scores", s, ops.k[None, None, None, 0], ops.q[None, None, None, ring.slot])
+    product(mmas, "scores", s, ops.k[None, None, None, 0], ops.q[None, None, None, ring.slot])
     commit(bars.s_full, 1)
 
 
@@ -154,7 +154,7 @@ def _scores(bars: Barriers, ops: Operands, mmas: cutlass.Constexpr, ring: Ring):
 def _gradients(bars: Barriers, ops: Operands, mmas: cutlass.Constexpr, ring: Ring):
     cute.arch.mbarrier_wait(bars.do_full + ring.slot, ring.phase)
     dp = cute.make_tensor(ops.tmem + mmas.shape.dp_column, ops.s)
-    _product(mmas, "scores", dp, ops.v[None, None, None, 0], ops.do[None, None, None, ring.slot])
+    product(mmas, "scores", dp, ops.v[None, None, None, 0], ops.do[None, None, None, ring.slot])
     commit(bars.dp_full, 1)
     if cutlass.const_expr(not mmas.shape.makes_dv):
         commit(bars.do_free + ring.slot, 1)
@@ -167,10 +167,10 @@ def _query_gradients(bars: Barriers, ops: Operands, mmas: BackwardMmas):
     if shape.dq_transposed:
         for part in range(shape.width_qk // ROWS):
             dq = cute.make_tensor(ops.tmem + shape.dq_column + part * shape.tile.tile_m, ops.dq)
-            _product(mmas, "dq", dq, ops.k_columns[None, None, None, part], ds)
+            product(mmas, "dq", dq, ops.k_columns[None, None, None, part], ds)
     else:
         dq = cute.make_tensor(ops.tmem + shape.dq_column, ops.dq)
-        _product(mmas, "dq", dq, ds, ops.k_columns[None, None, None, 0])
+        product(mmas, "dq", dq, ds, ops.k_columns[None, None, None, 0])
     commit(bars.dq_full, 1)
 
 

@@ -82,12 +82,12 @@ class RowValues(NamedTuple):
                 yield start + row, (loaded[place // 4][place % 4], loaded[place // 4][place % 4 + 1])
 
 
-def _row_values(values: cute.Tensor, first: Int32, count: int, tile_m: int) -> RowValues:
+def row_values(values: cute.Tensor, first: Int32, count: int, tile_m: int) -> RowValues:
     start = (values.iterator + first).align(16)
     return RowValues(cute.make_tensor(start, cute.make_layout((4, count // 4))), tile_m)
 
 
-def _probabilities(scores: cute.Tensor, packed: cute.Tensor, lse: RowValues, context: WeighContext, plan: WeighPlan):
+def probabilities(scores: cute.Tensor, packed: cute.Tensor, lse: RowValues, context: WeighContext, plan: WeighPlan):
     """Scores become P = exp2(scale * score - LSE), rounded into `packed` too; under a softcap they become P times its
     slope, by which the score's gradient is less than that of what the exponent sees.
 
@@ -105,7 +105,7 @@ def _probabilities(scores: cute.Tensor, packed: cute.Tensor, lse: RowValues, con
         packed[c // 2] = pack_pair(low, high, plan.dtype)
 
 
-def _score_gradients(weights: cute.Tensor, first: int, dp: cute.Tensor, packed: cute.Tensor, values: tuple):
+def score_gradients(weights: cute.Tensor, first: int, dp: cute.Tensor, packed: cute.Tensor, values: tuple):
     """packed = weights[first:] * (dP - delta), rounded; for one PART. values: (delta of the PART, dtype)."""
     delta, dtype = values
     for c, shift in delta.pairs():
@@ -139,7 +139,7 @@ def weigh_step(context: WeighContext, plan: cutlass.Constexpr[WeighPlan], querie
     cute.arch.fence_view_async_tmem_load()
     if masked:
         mask_row(scores, visible_queries(context, row_start + half * columns, plan.mask))
-    _probabilities(scores, packed, _row_values(rows, half * columns, columns, tile_m), context, plan)
+    probabilities(scores, packed, row_values(rows, half * columns, columns, tile_m), context, plan)
     store_columns(s, 0, packed, 0, columns // 2, thread)
     _announce(bars.p_ready)
     if cutlass.const_expr(shape.makes_dk):
@@ -164,8 +164,8 @@ def _leave_gradients(context: WeighContext, plan: WeighPlan, weights: cute.Tenso
     for first in range(0, shape.half, PART):
         load_columns(dp, first, gradients, 0, PART, thread)
         cute.arch.fence_view_async_tmem_load()
-        delta = _row_values(rows, tile_m + start + first, PART, tile_m)
-        _score_gradients(weights, first, gradients, packed, (delta, plan.dtype))
+        delta = row_values(rows, tile_m + start + first, PART, tile_m)
+        score_gradients(weights, first, gradients, packed, (delta, plan.dtype))
         store_columns(dp, first // 2, packed, 0, PART // 2, thread)
         for i in range(PART // VECTOR):
             at = context.half * (shape.half // VECTOR) + first // VECTOR + i

@@ -12,16 +12,13 @@ from ..epilogue import store_direct
 from ..schedule import WARPGROUP
 from .memory import dq_chunks
 
-PARTS = 2  # of a query tile, a warpgroup of this kernel each
-THREADS = PARTS * WARPGROUP
-
 
 @cute.kernel
 def convert_kernel(
     sums: cute.Tensor,  # (tile_m * width_dq, query tiles, heads_q, batch) float32
     dq: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
     scale: Float32,
-    shape: cutlass.Constexpr,  # (tile_m, columns of a part, which has 64 rows)
+    shape: cutlass.Constexpr,  # (tile_m, columns of a part, which has 64 rows); a warpgroup of this kernel a part
 ):
     tile_m, columns = shape
     thread, _, _ = cute.arch.thread_idx()

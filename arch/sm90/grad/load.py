@@ -1,4 +1,4 @@
-"""The load role: one warp moves K and V once, then Q with its row values and dO, tile by tile, through TMA."""
+"""What a load role moves: K and V of a unit once, Q with its row values and dO tile by tile, all through TMA."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...common.keyunits import Unit
 from .memory import TmaSource
-from .pipeline import BackwardPipelines, backward_states
+from .pipeline import BackwardPipelines
 from .schedule import LOAD_WARP
 
 
@@ -68,17 +68,22 @@ def prefetch_descriptors(warp: Int32, sources: tuple):
 
 
 @cute.jit
-def load_role(pipes: BackwardPipelines, feed: Feed, unit: Unit, stages: cutlass.Constexpr[int]):
-    k_state, v_state, q_state, do_state = backward_states(pipelines.PipelineUserType.Producer, stages)
-    tiles = unit.tiles
-    if tiles.count > 0:
-        fetch(pipes.k, k_state, feed.k, unit.key_block, unit.head_kv)
-        for member in cutlass.range(unit.group, unroll=1):
-            for step in cutlass.range(tiles.count, unroll=1):
-                head, at = unit.head_first + member, tiles.first + step
-                fetch_queries(pipes, q_state, feed, at, head)
-                q_state.advance()
-                if member + step == 0:
-                    fetch(pipes.v, v_state, feed.v, unit.key_block, unit.head_kv)
-                fetch(pipes.do, do_state, feed.do, at, head)
-                do_state.advance()
+def feed_unit(pipes: BackwardPipelines, states: tuple, feed: Feed, unit: Unit):
+    """K comes last of the first four: its room is given back last. -> the states moved on"""
+    kv_state, q_state, do_state = states
+    for member in cutlass.range(unit.group, unroll=1):
+        for step in cutlass.range(unit.tiles.count, unroll=1):
+            head, at = unit.head_first + member, unit.tiles.first + step
+            fetch_queries(pipes, q_state, feed, at, head)
+            q_state.advance()
+            if member + step == 0:
+                fetch(pipes.v, kv_state, feed.v, unit.key_block, unit.head_kv)
+            fetch(pipes.do, do_state, feed.do, at, head)
+            do_state.advance()
+            if member + step == 0:
+                fetch(pipes.k, kv_state, feed.k, unit.key_block, unit.head_kv)
+    if unit.tiles.count <= 0:
+        fetch(pipes.v, kv_state, feed.v, unit.key_block, unit.head_kv)
+        fetch(pipes.k, kv_state, feed.k, unit.key_block, unit.head_kv)
+    kv_state.advance()
+    return kv_state, q_state, do_state

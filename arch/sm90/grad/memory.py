@@ -1,12 +1,13 @@
 """WHERE: the shared memory of a backward CTA, and the scratch in global memory.
 
-sK      (tile_n, width_dq)             later dK, (64, width_qk, warpgroups)
-sV      (tile_n, width_v)              later dV, (64, width_v, warpgroups)
+sK      (tile_n, width_dq)
+sV      (tile_n, width_v)
 sQ      (tile_m, width_qk, stages)     ring
 sdO     (tile_m, width_v, stages)      ring
 sRows   (tile_m, 2, stages)            float32: LSE in base 2 and delta of the rows of sQ, a ring with it
 sdS     (tile_m, tile_n, DS_SLOTS)     queries contiguous, as the wgmma that makes dS^T leaves them
-sdQ     (64 * columns, warpgroups)     float32, in the order of the registers: see dq_chunks
+sdQ     (64 * columns, parts)          float32, in the order of the registers: see dq_chunks
+sZeros  (ZEROS,)                       float32
 
 Every operand lies once and is read both ways: K is the A operand (keys x width) of S^T = K Q^T, and the B operand
 (width x keys) of dQ = dS K; likewise Q and dO.
@@ -16,15 +17,17 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import LayoutEnum
 
 from cute_flash.spec.plan import Tile
 
 from ..memory import SWIZZLE_ALIGN
-from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
+from ..schedule import WARPGROUP
 
+TICKET_SLOTS, TICKET_WORDS = 2, 8  # of the ring in which a CTA's next unit is announced: see queue.py
+ZEROS = 2048  # floats: 8 kB, stored again and again over the sums of later units, see zeros.py
 DS_SLOTS = 2  # a warpgroup may store its next dS while another still multiplies the last one
 
 
@@ -49,22 +52,17 @@ class BackwardLayouts(NamedTuple):
     q: cute.ComposedLayout
     do: cute.ComposedLayout
     ds: cute.ComposedLayout
-    dk: cute.ComposedLayout
-    dv: cute.ComposedLayout
 
 
 def backward_layouts(tile: Tile, widths: tuple[int, int, int], dq_columns: int, dtype: type) -> BackwardLayouts:
     """`widths`: (width_qk, width_v, width_dq); dq_columns: of a warpgroup's part of dQ."""
     width_qk, width_v, width_dq = widths
-    warpgroups, rows = tile.tile_n // ROWS_PER_WARPGROUP, LayoutEnum.ROW_MAJOR
     return BackwardLayouts(
         k=row_layout(tile.tile_n, width_dq, dq_columns, 1, dtype),
         v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
         q=row_layout(tile.tile_m, width_qk, width_qk, tile.stages, dtype),
         do=row_layout(tile.tile_m, width_v, width_v, tile.stages, dtype),
         ds=hopper.make_smem_layout_a(LayoutEnum.COL_MAJOR, (tile.tile_m, width_dq, tile.tile_n), dtype, DS_SLOTS),
-        dk=hopper.make_smem_layout_epi(dtype, rows, (ROWS_PER_WARPGROUP, width_qk), warpgroups),
-        dv=hopper.make_smem_layout_epi(dtype, rows, (ROWS_PER_WARPGROUP, width_v), warpgroups),
     )
 
 
@@ -82,13 +80,55 @@ def backward_storage(layouts: BackwardLayouts, tile: Tile, width_dq: int, dtype:
         v_barriers: cute.struct.MemRange[Int64, 2]
         q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
         do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
-        k: room(layouts.k, layouts.dk)
-        v: room(layouts.v, layouts.dv)
+        unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
+        units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
+        k: room(layouts.k)
+        v: room(layouts.v)
         q: room(layouts.q)
         do: room(layouts.do)
         ds: room(layouts.ds)
         dq: floats(tile.tile_m * width_dq)
+        zeros: floats(ZEROS)
         rows: floats(2 * tile.tile_m * tile.stages)
+
+    return Storage
+
+
+class KeyLayouts(NamedTuple):
+    """Of a CTA with 128 keys that makes no dQ."""
+
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+    q: cute.ComposedLayout
+    do: cute.ComposedLayout
+
+
+def key_layouts(tile: Tile, width_qk: int, width_v: int, dtype: type) -> KeyLayouts:
+    return KeyLayouts(
+        k=row_layout(tile.tile_n, width_qk, width_qk, 1, dtype),
+        v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
+        q=row_layout(tile.tile_m, width_qk, width_qk, tile.stages, dtype),
+        do=row_layout(tile.tile_m, width_v, width_v, tile.stages, dtype),
+    )
+
+
+def key_storage(layouts: KeyLayouts, tile: Tile, dtype: type) -> type:
+    def room(layout: cute.ComposedLayout):
+        return cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], SWIZZLE_ALIGN]
+
+    @cute.struct
+    class Storage:
+        k_barriers: cute.struct.MemRange[Int64, 2]
+        v_barriers: cute.struct.MemRange[Int64, 2]
+        q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
+        do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
+        unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
+        units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
+        rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * tile.tile_m * tile.stages], 16]
+        k: room(layouts.k)
+        v: room(layouts.v)
+        q: room(layouts.q)
+        do: room(layouts.do)
 
     return Storage
 
@@ -101,20 +141,16 @@ class WideLayouts(NamedTuple):
     q: cute.ComposedLayout  # (tile_m, width_qk, stages)
     do: cute.ComposedLayout  # (tile_m, width_v, stages)
     weights: cute.ComposedLayout  # (tile_n, tile_m, 2): P^T, and another of dS^T
-    dk: cute.ComposedLayout  # (tile_n, width_qk / warpgroups, warpgroups)
-    dv: cute.ComposedLayout  # (tile_n, width_v / warpgroups, warpgroups)
 
 
 def wide_layouts(tile: Tile, width_qk: int, width_v: int, warpgroups: int, dtype: type) -> WideLayouts:
-    part_qk, part_v, rows = width_qk // warpgroups, width_v // warpgroups, LayoutEnum.ROW_MAJOR
+    part_qk, part_v = width_qk // warpgroups, width_v // warpgroups
     return WideLayouts(
         k=row_layout(tile.tile_n, width_qk, width_qk, 1, dtype),
         v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
         q=row_layout(tile.tile_m, width_qk, part_qk, tile.stages, dtype),
         do=row_layout(tile.tile_m, width_v, part_v, tile.stages, dtype),
         weights=row_layout(tile.tile_n, tile.tile_m, tile.tile_m, DS_SLOTS, dtype),
-        dk=hopper.make_smem_layout_epi(dtype, rows, (tile.tile_n, part_qk), warpgroups),
-        dv=hopper.make_smem_layout_epi(dtype, rows, (tile.tile_n, part_v), warpgroups),
     )
 
 
@@ -129,9 +165,11 @@ def wide_storage(layouts: WideLayouts, tile: Tile, dtype: type) -> type:
         v_barriers: cute.struct.MemRange[Int64, 2]
         q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
         do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
+        unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
+        units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
         rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * tile.tile_m * tile.stages], 16]
-        k: room(layouts.k, layouts.dk)
-        v: room(layouts.v, layouts.dv)
+        k: room(layouts.k)
+        v: room(layouts.v)
         q: room(layouts.q)
         do: room(layouts.do)
         p: room(layouts.weights)
@@ -147,17 +185,14 @@ class RowLayouts(NamedTuple):
     do: cute.ComposedLayout  # (tile_m, width_v, 1)
     k: cute.ComposedLayout  # (tile_n, width_qk, stages)
     v: cute.ComposedLayout  # (tile_n, width_v, 1)
-    dq: cute.ComposedLayout  # (64, width_qk, warpgroups), in the room of Q
 
 
 def row_layouts(tile: Tile, width_qk: int, width_v: int, dtype: type) -> RowLayouts:
-    dq_shape, warpgroups = (ROWS_PER_WARPGROUP, width_qk), tile.tile_m // ROWS_PER_WARPGROUP
     return RowLayouts(
         q=row_layout(tile.tile_m, width_qk, width_qk, 1, dtype),
         do=row_layout(tile.tile_m, width_v, width_v, 1, dtype),
         k=row_layout(tile.tile_n, width_qk, width_qk, tile.stages, dtype),
         v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
-        dq=hopper.make_smem_layout_epi(dtype, LayoutEnum.ROW_MAJOR, dq_shape, warpgroups),
     )
 
 
@@ -172,7 +207,9 @@ def row_storage(layouts: RowLayouts, tile: Tile, dtype: type) -> type:
         do_barriers: cute.struct.MemRange[Int64, 2]
         k_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
         v_barriers: cute.struct.MemRange[Int64, 2]
-        q: room(layouts.q, layouts.dq)
+        unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
+        units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
+        q: room(layouts.q)
         do: room(layouts.do)
         k: room(layouts.k)
         v: room(layouts.v)

@@ -32,6 +32,8 @@ class BackwardMmas:
     width_v: int
     width_dq: int  # of K and dQ: see tiles.dq_width
     dtype: type
+    dp_parts: int = 1  # of the queries of dP^T, one after the other
+    alternate: bool = False  # a warpgroup makes all of dQ, the other that of the next tile
 
     @property
     def warpgroups(self) -> int:
@@ -44,11 +46,20 @@ class BackwardMmas:
     @property
     def dq_columns(self) -> int:
         """Of one warpgroup's part of dQ, which has 64 rows."""
-        return self.width_dq if self.dq_by_rows else self.width_dq // self.warpgroups
+        return self.width_dq if self.dq_by_rows or self.alternate else self.width_dq // self.warpgroups
+
+    @property
+    def dq_parts(self) -> int:
+        return self.tile.tile_m * self.width_dq // (ROWS_PER_WARPGROUP * self.dq_columns)
 
     def scores(self) -> cute.TiledMma:
         """Of S^T and of dP^T: (tile_n, tile_m) from shared memory."""
         layout, shape = (self.warpgroups, 1, 1), (ROWS_PER_WARPGROUP, self.tile.tile_m)
+        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, K_MAJOR, K_MAJOR, Float32, layout, shape, SMEM)
+
+    def gradients(self) -> cute.TiledMma:
+        """Of a part of dP^T: (tile_n, tile_m / dp_parts) from shared memory."""
+        layout, shape = (self.warpgroups, 1, 1), (ROWS_PER_WARPGROUP, self.tile.tile_m // self.dp_parts)
         return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, K_MAJOR, K_MAJOR, Float32, layout, shape, SMEM)
 
     def by_keys(self, width: int) -> cute.TiledMma:
@@ -59,6 +70,8 @@ class BackwardMmas:
     def dq(self) -> cute.TiledMma:
         """(tile_m, width_dq) from shared memory."""
         layout = (self.warpgroups, 1, 1) if self.dq_by_rows else (1, self.warpgroups, 1)
+        if self.alternate:
+            layout = (1, 1, 1)
         shape = (ROWS_PER_WARPGROUP, self.dq_columns)
         return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, MN_MAJOR, MN_MAJOR, Float32, layout, shape, SMEM)
 
@@ -93,7 +106,7 @@ def make_operands(mmas: BackwardMmas, smem: tuple, group: Int32) -> Operands:
     s_k, s_v, s_q, s_do, s_ds = smem
     first = group * WARPGROUP
     scores, dk, dv, dq = mmas.scores(), mmas.by_keys(mmas.width_qk), mmas.by_keys(mmas.width_v), mmas.dq()
-    part = scores.get_slice(first)
+    part, dq_part = scores.get_slice(first), dq.get_slice(0 if mmas.alternate else first)
     return Operands(
         k=scores.make_fragment_A(part.partition_A(s_k)),
         v=scores.make_fragment_A(part.partition_A(s_v)),
@@ -101,8 +114,8 @@ def make_operands(mmas: BackwardMmas, smem: tuple, group: Int32) -> Operands:
         do=scores.make_fragment_B(part.partition_B(s_do)),
         q_columns=dk.make_fragment_B(dk.get_slice(first).partition_B(transposed(s_q))),
         do_columns=dv.make_fragment_B(dv.get_slice(first).partition_B(transposed(s_do))),
-        ds=dq.make_fragment_A(dq.get_slice(first).partition_A(s_ds)),
-        k_columns=dq.make_fragment_B(dq.get_slice(first).partition_B(transposed(s_k))),
+        ds=dq.make_fragment_A(dq_part.partition_A(s_ds)),
+        k_columns=dq.make_fragment_B(dq_part.partition_B(transposed(s_k))),
     )
 
 
@@ -139,3 +152,74 @@ def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, 
         cute.gemm(mma, acc, a[None, None, step], b[None, None, step], acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+class KeyOperands(NamedTuple):
+    """Of a warpgroup where no dQ is made; the last mode counts slots."""
+
+    k: cute.Tensor  # A of S^T
+    v: cute.Tensor  # A of dP^T
+    q: cute.Tensor  # B of S^T
+    do: cute.Tensor  # B of dP^T: (mma, parts, k steps, slots)
+    q_columns: cute.Tensor  # B of dK
+    do_columns: cute.Tensor  # B of dV
+
+
+class KeyAccumulators(NamedTuple):
+    """Registers, as in Accumulators."""
+
+    s: cute.Tensor
+    dp: cute.Tensor  # of one part
+    dk: cute.Tensor
+    dv: cute.Tensor
+    p_packed: cute.Tensor
+    ds_packed: cute.Tensor
+
+
+def make_key_operands(mmas: BackwardMmas, smem: tuple, group: Int32) -> KeyOperands:
+    s_k, s_v, s_q, s_do = smem
+    first = group * WARPGROUP
+    scores, gradients, dk, dv = (
+        mmas.scores(), mmas.gradients(), mmas.by_keys(mmas.width_qk), mmas.by_keys(mmas.width_v)
+    )  # fmt: skip
+    part = scores.get_slice(first)
+    return KeyOperands(
+        k=scores.make_fragment_A(part.partition_A(s_k)),
+        v=scores.make_fragment_A(part.partition_A(s_v)),
+        q=scores.make_fragment_B(part.partition_B(s_q)),
+        do=gradients.make_fragment_B(gradients.get_slice(first).partition_B(s_do)),
+        q_columns=dk.make_fragment_B(dk.get_slice(first).partition_B(transposed(s_q))),
+        do_columns=dv.make_fragment_B(dv.get_slice(first).partition_B(transposed(s_do))),
+    )
+
+
+def make_key_accumulators(mmas: BackwardMmas) -> KeyAccumulators:
+    tile = mmas.tile
+
+    def registers(tiled: cute.TiledMma, columns: int) -> cute.Tensor:
+        return cute.make_rmem_tensor(tiled.get_slice(0).partition_shape_C((tile.tile_n, columns)), Float32)
+
+    return KeyAccumulators(
+        s=registers(mmas.scores(), tile.tile_m),
+        dp=registers(mmas.gradients(), tile.tile_m // mmas.dp_parts),
+        dk=registers(mmas.by_keys(mmas.width_qk), mmas.width_qk),
+        dv=registers(mmas.by_keys(mmas.width_v), mmas.width_v),
+        p_packed=cute.make_rmem_tensor((tile.tile_m // 4,), Int32),
+        ds_packed=cute.make_rmem_tensor((tile.tile_m // 4,), Int32),
+    )
+
+
+def block_of(descriptors: cute.Tensor, block: int, slot: Int32) -> cute.Tensor:
+    """Of (mma, blocks, k steps, slots), one block of a slot: (mma, 1, k steps)."""
+    chosen = descriptors[None, block, None, slot]
+    steps = cute.append(cute.make_layout((1, 1), stride=(0, 0)), cute.select(chosen.layout, mode=[1]))
+    return cute.make_tensor(chosen.iterator, steps)
+
+
+def part_of(fragment: cute.Tensor, part: int, parts: int) -> cute.Tensor:
+    """One of equal runs of the columns of an accumulator, or of what was packed from it."""
+    size = cute.size(fragment) // parts
+    layout = cute.make_layout(size)
+    if cute.rank(fragment) > 1:
+        layout = cute.make_layout(((2, 2, size // 4), 1, 1))
+    return cute.make_tensor(fragment.iterator + part * size, layout)

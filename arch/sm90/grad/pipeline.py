@@ -1,19 +1,20 @@
 """WHEN: who waits for whom.
 
 edge   slots   producer -> consumers                     full arrives     empty arrives
-K, V   1       load warp (TMA) -> MMA warps              1 + tx bytes     never: they stay
+ticket 2       load warp -> MMA and adding warps         1                one per warp (queue.py)
+K, V   1       load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp, under a unit's last tile
 Q      stages  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp; the row values travel along
 dO     stages  load warp (TMA) -> MMA warps              1 + tx bytes     one per MMA warp
 
 named barrier        threads                        meaning
 DS_STORED            all MMA threads                dS of the tile is in shared memory, of all keys
-OPERANDS_DEAD        all MMA threads                every warpgroup has read its last K and V: their rooms are free
-STORED + w           128: warpgroup w               dK and dV of the warpgroup are in shared memory
-DQ_FULL + w          160: warpgroup w and its warp  the warpgroup's part of dQ is in shared memory
-DQ_EMPTY + w         160: the same                  that part has been read
+DS_STORED + slot     all MMA threads                the same where one makes all of dQ: the other does not wait
+DQ_FULL + p          160: a warpgroup and a warp    part p of dQ is in shared memory
+DQ_EMPTY + p         160: the same                  that part has been read
 
 dS has two slots and one barrier: who stores dS of tile i + 2 has passed the barrier of tile i + 1, which every
-warpgroup enters after its dQ of tile i is done.
+warpgroup enters after its dQ of tile i is done. In turn: warpgroup w makes dQ of the tiles in slot w, waits there for
+the other's dS, and stores into that slot again after its own dQ; the other does so after a barrier that w enters later.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from cute_flash.spec.plan import Tile
 from ..schedule import WARPGROUP, Schedule
 from .memory import RowLayouts
 
-DS_STORED, OPERANDS_DEAD, STORED, DQ_FULL, DQ_EMPTY = 1, 2, 3, 6, 9  # ids; the last three take up to three each
+DS_STORED, DQ_FULL, DQ_EMPTY = 1, 3, 5  # ids; each takes up to two
 DQ_THREADS = WARPGROUP + 32
 
 
@@ -69,8 +70,8 @@ def open_backward(storage, layouts, tile: Tile, dtype: type, schedule: Schedule)
 
 
 def backward_states(role: pipelines.PipelineUserType, stages: int) -> tuple:
-    """Where a role stands in K, V and the rings of Q and dO."""
-    return tuple(pipelines.make_pipeline_state(role, slots) for slots in (1, 1, stages, stages))
+    """Where a role stands in K and V, which come and go together, and in the rings of Q and dO."""
+    return tuple(pipelines.make_pipeline_state(role, slots) for slots in (1, stages, stages))
 
 
 class RowPipelines(NamedTuple):

@@ -3,11 +3,12 @@
 warp of the feeding warpgroup    does
 0                                TMA: K and V once, then Q with its row values and dO, a query tile at a time
 1 + w                            adds the part of dQ that MMA warpgroup w left in shared memory to global memory
+3                                zeroes sums of dQ that others will add to
 """
 
 from ..schedule import BUDGETS, Schedule
 
-LOAD_WARP, FIRST_ADD_WARP = 0, 1
+LOAD_WARP, FIRST_ADD_WARP, ZERO_WARP = 0, 1, 3
 
 
 def backward_schedule(warpgroups: int) -> Schedule:

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...common.delta import values_together
-from ...common.numeric import capped_weights, exp2, pack_fragment
+from ...common.numeric import capped_weights, exp2, pack_fragment, pack_pair
 from ..mma import first_column, rows_view
 
 
@@ -39,6 +39,35 @@ def probabilities(
         for r in range(2):
             view[r, c] = exp2(view[r, c] * scale_log2 - lse)
     pack_fragment(scores, packed, dtype)
+
+
+def exponentials(scores: cute.Tensor, lse_log2: cute.Tensor, thread: Int32, scale_log2: Float32, kind: tuple):
+    """Scores become P, float32. See probabilities."""
+    view = rows_view(scores)
+    for c, lse in _by_columns(lse_log2, thread, kind[1]):
+        for r in range(2):
+            view[r, c] = exp2(view[r, c] * scale_log2 - lse)
+
+
+def weights_and_gradients(
+    weights: cute.Tensor, dp: cute.Tensor, packed: tuple, delta: cute.Tensor, thread: Int32, kind: tuple
+):
+    """P rounded, dS = P * (dP - delta) rounded, a few columns at a time: what float32 both leave is free at once.
+
+    `packed`: (of P, of dS), Int32; delta, kind: see probabilities.
+    """
+    (dtype, tile_m), (p_packed, ds_packed), run = kind, packed, []
+    flat, gradients = (cute.make_tensor(t.iterator, cute.make_layout(cute.size(t))) for t in (weights, dp))
+    for c, shift in _by_columns(delta, thread, tile_m):
+        run.append(shift)
+        if c % 2 == 1:
+            for r in range(2):
+                at = 2 * c - 2 + 2 * r  # of the pair's first column
+                pair = flat[at], flat[at + 1]
+                p_packed[at // 2] = pack_pair(*pair, dtype)
+                values = [p * (gradients[at + j] - run[j]) for j, p in enumerate(pair)]
+                ds_packed[at // 2] = pack_pair(*values, dtype)
+            run = []
 
 
 def capped_probabilities(

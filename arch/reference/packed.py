@@ -1,0 +1,93 @@
+"""Packed sequences, one after another: the meaning of cu_seqlens, in plain PyTorch.
+
+The lengths are read on the host. On a GPU that waits for the device, which no other backend does.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from cute_flash.spec.mask import Bounds
+from cute_flash.spec.plan import Plan, Tile
+
+from .backward import Saved, backward
+from .forward import MINUS_INF, forward
+from .tiles import Geometry
+
+
+class Lengths(NamedTuple):
+    """(sequences + 1,) int32 each."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+
+
+class Sequence(NamedTuple):
+    rows: slice  # of q, out and their gradients
+    keys: slice  # of k, v and theirs
+
+
+def _starts(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
+    starts: list[int] = cu_seqlens.tolist()
+    if starts[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {starts[0]}")
+    for index, (start, end) in enumerate(itertools.pairwise(starts)):
+        if end < start:
+            raise ValueError(f"{name} must never fall, got {start} and then {end} at {index + 1}")
+    if starts[-1] > total:
+        raise ValueError(f"{name} must end within the {total} rows it cuts, got {starts[-1]}")
+    return starts
+
+
+def _sequences(lengths: Lengths, total_q: int, total_k: int) -> Iterator[Sequence]:
+    starts_q = _starts("cu_seqlens_q", lengths.cu_seqlens_q, total_q)
+    starts_k = _starts("cu_seqlens_k", lengths.cu_seqlens_k, total_k)
+    for i in range(len(starts_q) - 1):
+        yield Sequence(slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1]))
+
+
+def _geometry(plan: Plan, tile: Tile, sequence: Sequence, bounds: Bounds) -> Geometry:
+    rows, keys = sequence
+    return Geometry(plan.mask, tile, rows.stop - rows.start, keys.stop - keys.start, bounds)
+
+
+def forward_packed(
+    plan: Plan,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    outputs: tuple[torch.Tensor, torch.Tensor | None],
+    lengths: Lengths,
+    numbers: tuple[float, Bounds, float],
+) -> None:
+    """Writes the outputs (out, lse or None) of the operands (q, k, v), all (1, total, heads, dim); numbers are the
+    scale, the bounds and the softcap. ValueError for lengths that are none."""
+    q, k, v = operands
+    out, lse = outputs
+    scale, bounds, softcap = numbers
+    assert plan.tile is not None  # plan() always sets one
+    out.zero_()
+    if lse is not None:
+        lse.fill_(MINUS_INF)
+    for sequence in _sequences(lengths, q.shape[1], k.shape[1]):
+        rows, keys = sequence
+        geometry = _geometry(plan, plan.tile, sequence, bounds)
+        lse_rows = None if lse is None else lse[:, :, rows]
+        forward(geometry, (q[:, rows], k[:, keys], v[:, keys]), out[:, rows], lse_rows, scale, softcap)
+
+
+def backward_packed(
+    plan: Plan,
+    saved: Saved,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lengths: Lengths,
+    numbers: tuple[float, Bounds, float],
+) -> None:
+    """Writes the grads (dq, dk, dv); shapes as in forward_packed."""
+    scale, bounds, softcap = numbers
+    assert plan.tile is not None  # plan() always sets one
+    dq, dk, dv = (grad.zero_() for grad in grads)
+    for sequence in _sequences(lengths, saved.q.shape[1], saved.k.shape[1]):
+        rows, keys = sequence
+        geometry = _geometry(plan, plan.tile, sequence, bounds)
+        backward(geometry, saved.sequence(rows, keys), (dq[:, rows], dk[:, keys], dv[:, keys]), scale, softcap)

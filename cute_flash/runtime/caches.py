@@ -1,0 +1,214 @@
+"""Key-value caches: the checks, the Problem and the launch of attention_kvcache."""
+
+import numbers
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..spec.device import Device
+from ..spec.errors import UnsupportedError
+from ..spec.problem import CACHE, FEW, Problem
+from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits
+from . import dispatch, launch, request
+from .dispatch import Decision
+from .request import Options
+
+Numbers = tuple[float, ...]
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+_int32 = torch.int32
+
+
+class Cache(NamedTuple):
+    """What attention_kvcache takes beside q and Options."""
+
+    k: torch.Tensor  # (cache rows, length, heads_kv, head_dim) or (pages, page_size, heads_kv, head_dim)
+    v: torch.Tensor
+    seqlens: torch.Tensor  # (batch,) int32
+    page_table: torch.Tensor | None = None  # (batch, pages a row) int32
+    batch_idx: torch.Tensor | None = None  # (batch,) int32
+    k_new: torch.Tensor | None = None  # (batch, new keys, heads_kv, head_dim)
+    v_new: torch.Tensor | None = None
+
+    @property
+    def page_size(self) -> int:
+        return 0 if self.page_table is None else self.k.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a row may have."""
+        return self.k.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+
+
+def _check_table(name: str, tensor: Any, q: torch.Tensor, dims: int) -> None:
+    shape = "(batch,)" if dims == 1 else "(batch, pages)"
+    if not isinstance(tensor, torch.Tensor) or request.has_no_memory(tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype != _int32:
+        raise TypeError(f"{name} must be int32, got {request.dtype_name(tensor.dtype)}")
+    if tensor.dim() != dims or tensor.shape[0] != q.shape[0]:
+        raise ValueError(f"{name} must be {shape} for a batch of {q.shape[0]}, got shape {tuple(tensor.shape)}")
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"the last stride of {name} must be 1, got {tensor.stride(-1)}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+
+
+def fit(q: torch.Tensor, cache: Cache) -> bool:
+    """Would check() pass them, and is there anything to attend to? In a third of its time, for a kind that is known."""
+    k, v, seqlens, page_table, batch_idx, k_new, v_new = cache
+    batch, _, _, head_dim = q.shape
+    device = q.device
+    for table in (seqlens, page_table, batch_idx):
+        if table is not None and not (
+            table.dtype is _int32
+            and table.device == device
+            and table.shape[0] == batch
+            and table.stride(-1) == 1
+            and type(table) is torch.Tensor
+        ):
+            return False
+    if k_new is not None or v_new is not None:
+        if k_new is None or v_new is None or k_new.shape[1] != v_new.shape[1]:
+            return False
+        if not (_new_fit(k_new, k, batch) and _new_fit(v_new, v, batch)):
+            return False
+    return (
+        k.dtype is v.dtype is q.dtype
+        and k.device == v.device == device
+        and type(k) is type(v) is torch.Tensor
+        and k.shape[:3] == v.shape[:3]
+        and k.shape[3] == head_dim
+        and seqlens.dim() == 1
+        and (batch_idx is None or (batch_idx.dim() == 1 and page_table is None))
+        and (k.shape[0] == batch or batch_idx is not None or page_table is not None)
+        and (page_table is None or page_table.dim() == 2)
+        and q.numel() > 0
+        and k.numel() > 0
+        and cache.capacity > 0
+    )
+
+
+def _new_fit(new: torch.Tensor, old: torch.Tensor, batch: int) -> bool:
+    return (
+        new.dim() == 4
+        and new.shape[0] == batch
+        and new.shape[2:] == old.shape[2:]
+        and new.dtype is old.dtype
+        and new.device == old.device
+        and type(new) is torch.Tensor
+        and not new.is_neg()
+        and not new.requires_grad
+    )
+
+
+def check(q: torch.Tensor, cache: Cache, values: bool = True) -> None:
+    """A TypeError, ValueError or UnsupportedError that names the value and the rule; what is on the device is not read.
+
+    Tensors without values (meta) are refused where `values` are needed.
+    """
+    k, v = cache.k, cache.v
+    request.check_cache(q, k, v, values)
+    _check_table("cache_seqlens", cache.seqlens, q, 1)
+    if cache.page_table is not None:
+        _check_table("page_table", cache.page_table, q, 2)
+        if cache.batch_idx is not None:
+            raise ValueError("page_table= and cache_batch_idx= exclude each other: a table names each row's pages")
+    elif cache.batch_idx is not None:
+        _check_table("cache_batch_idx", cache.batch_idx, q, 1)
+    elif k.shape[0] != q.shape[0]:
+        rows = f"k_cache has {k.shape[0]} rows for a batch of {q.shape[0]}"
+        raise ValueError(f"{rows}: cache_batch_idx= says which are meant, page_table= if it is paged")
+    if request.needs_grad(q, k, v):
+        raise UnsupportedError("attention_kvcache has no gradients: call it under torch.no_grad() or inference_mode()")
+    if cache.k_new is not None or cache.v_new is not None:
+        _check_new(q, cache)
+
+
+def _check_new(q: torch.Tensor, cache: Cache) -> None:
+    k_new, v_new = cache.k_new, cache.v_new
+    if k_new is None or v_new is None:
+        raise ValueError("k_new= and v_new= are given together or not at all")
+    if q.numel() == 0:
+        raise ValueError(f"k_new= needs query rows to go with it, and q has shape {tuple(q.shape)}")
+    for name, new, old in (("k_new", k_new, cache.k), ("v_new", v_new, cache.v)):
+        if not isinstance(new, torch.Tensor) or request.has_no_memory(new):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(new).__name__}")
+        if new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2:] != old.shape[2:]:
+            expected = f"({q.shape[0]}, new keys, {old.shape[2]}, {old.shape[3]})"
+            raise ValueError(f"{name} must be {expected}, got shape {tuple(new.shape)}")
+        if new.dtype != old.dtype or new.device != old.device:
+            raise TypeError(f"{name} must be {old.dtype} on {old.device} as its cache, got {new.dtype} on {new.device}")
+        if new.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                "attention_kvcache has no gradients: call it under torch.no_grad() or inference_mode()"
+            )
+    if k_new.shape[1] != v_new.shape[1]:
+        raise ValueError(f"k_new and v_new must have as many keys, got {k_new.shape[1]} and {v_new.shape[1]}")
+
+
+def check_splits(num_splits: Any, batch_invariant: Any) -> bool:
+    """-> batch_invariant, as a bool."""
+    invariant = request.flag("batch_invariant", batch_invariant)
+    if num_splits is None or isinstance(num_splits, torch.SymInt):
+        return invariant
+    if not isinstance(num_splits, numbers.Integral) or isinstance(num_splits, bool):
+        raise TypeError(f"num_splits must be an integer or None, got {type(num_splits).__name__}")
+    if num_splits < 1:
+        raise ValueError(f"num_splits={num_splits}: at least 1, and None leaves the choice here")
+    if invariant:
+        raise ValueError("num_splits= and batch_invariant=True exclude each other: shares have a fixed length there")
+    return invariant
+
+
+def describe(q: torch.Tensor, cache: Cache, options: Options, device: Device | None = None) -> Problem:
+    problem = request.describe(q, cache.k, cache.v, options, device)
+    rows = q.shape[1] * problem.group
+    few_rows = next((few for few in FEW if rows <= few), 0)
+    return replace(problem, form=CACHE, page_size=cache.page_size, few_rows=few_rows, short=False, deterministic=False)
+
+
+def without_right(options: Options, seqlen_q: int) -> Options:
+    """A single query row stands at the end: no key is to the right of it."""
+    if seqlen_q != 1:
+        return options
+    left = options.window[0] if options.window else None
+    return replace(options, causal=False, window=None if left is None else (left, None))
+
+
+def decide(q: torch.Tensor, cache: Cache, options: Options, device: Device | None) -> Decision:
+    """For `explain`."""
+    options = without_right(options, q.shape[1])
+    decision = dispatch.choose(describe(q, cache, options, device), options.backend)
+    return replace(decision, copies=request.scale_copy(options.scale))
+
+
+class CacheCall:
+    """One kind of call, ready."""
+
+    __slots__ = ("_allocate", "_heads_kv", "_kernel", "_rows", "_sm_count", "_tile_m", "scale")
+
+    def __init__(self, q: torch.Tensor, cache: Cache, options: Options) -> None:
+        problem = describe(q, cache, options)
+        decision, self._kernel = launch.ready(problem, options.backend, q.device)
+        site = launch.site_of(q.device, q.dtype, decision)
+        self._allocate = launch.outputs_of(site, problem.head_dim_v, options.return_lse)
+        self._heads_kv, self._rows, self._sm_count = problem.heads_kv, problem.group, problem.device.sm_count
+        assert decision.plan.tile is not None  # every backend with caches has tiles
+        self._tile_m = decision.plan.tile.tile_m
+        self.scale = request.default_scale(problem.head_dim)
+
+    def __call__(
+        self, q: torch.Tensor, cache: Cache, numbers: Numbers, num_splits: int | None, batch_invariant: bool
+    ) -> Outputs:
+        batch, seqlen_q = q.shape[0], q.shape[1]
+        capacity, split_keys = cache.capacity, 0
+        if batch_invariant:
+            split_keys, num_splits = INVARIANT_SPLIT_KEYS, -(-capacity // INVARIANT_SPLIT_KEYS)
+        elif num_splits is None:
+            query_tiles = batch * self._heads_kv * -(-seqlen_q * self._rows // self._tile_m)
+            num_splits = cache_splits(query_tiles, capacity, self._sm_count)
+        out, lse = outputs = self._allocate(q, batch, seqlen_q)
+        k, v, *tables = cache
+        self._kernel(q, k, v, out, lse, *tables, max(1, num_splits), split_keys, *numbers)
+        return outputs

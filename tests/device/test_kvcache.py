@@ -1,0 +1,131 @@
+"""Key-value caches on the GPU: every backend that has them against float64, beside plain attention's error."""
+
+import pytest
+import torch
+
+import cute_flash
+from cute_flash import attention_kvcache
+from tests import oracle
+from tests.cached import CacheCase, cases, exact, make_inputs
+from tests.device.gpu import DEVICE
+from tests.runner import ALLOWED_RATIO, HALF_ULP
+
+
+def _serves(name: str) -> bool:
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device=DEVICE)
+    try:
+        cute_flash.explain(q, q, q, cache_seqlens=torch.zeros(1, dtype=torch.int32, device=DEVICE), backend=name)
+    except cute_flash.UnsupportedError:
+        return False
+    return True
+
+
+BACKENDS = [name for name in ("sm100", "sm90", "triton", "reference") if _serves(name)]
+FAST = [name for name in BACKENDS if name != "reference"]
+
+GRID = [
+    *cases(head_dim=128, head_dim_v=128, dtype="bfloat16", heads_q=8, heads_kv=2),
+    *cases(head_dim=64, head_dim_v=64, dtype="float16", heads_q=7, heads_kv=1)[::4],
+    *cases(head_dim=192, head_dim_v=128, dtype="bfloat16", heads_q=4, heads_kv=4)[1::5],
+    CacheCase((5000, 1, 0, 8191), 1, 32, 8, 128, 128, capacity=8192, dtype="bfloat16"),
+    CacheCase((5000, 1, 0, 8191), 4, 32, 8, 128, 128, capacity=8192, page_size=64, causal=True, dtype="bfloat16"),
+    CacheCase((300, 20), 130, 4, 2, 128, 128, capacity=512, causal=True, dtype="bfloat16"),  # a chunk of a prompt
+]
+
+
+def check(case: CacheCase, inputs, out, lse) -> None:
+    right = exact(case, inputs)
+    plain = exact(case, inputs, oracle.plain_16bit)
+    limit = max(ALLOWED_RATIO * oracle.relative_error(plain.out, right.out), HALF_ULP[inputs.q.dtype])
+    assert oracle.relative_error(out, right.out) <= limit
+    assert oracle.lse_excess(lse, right.lse) <= 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", [{}, {"num_splits": 1}, {"num_splits": 7}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_against_float64(case, how, backend):
+    inputs = make_inputs(case).to(DEVICE)
+    options = {**case.options, **inputs.tables, **how, "backend": backend, "return_lse": True}
+    check(case, inputs, *attention_kvcache(*inputs.qkv, **options))
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_a_row_depends_on_itself_alone(page_size, backend):
+    """Bit for bit, whatever stands beside it and however long the cache is."""
+    lens = (1, 511, 512, 513, 3000, 0, 2049)
+    case = CacheCase(lens, 2, 8, 2, 128, 128, capacity=4096, page_size=page_size, dtype="bfloat16", causal=True)
+    inputs = make_inputs(case).to(DEVICE)
+    options = {"causal": True, "batch_invariant": True, "return_lse": True, "backend": backend}
+    out, lse = attention_kvcache(*inputs.qkv, **inputs.tables, **options)
+    for row in range(len(lens)):
+        one = slice(row, row + 1)
+        caches = inputs.k, inputs.v
+        tables = {"cache_seqlens": inputs.cache_seqlens[one]}
+        if page_size:
+            tables["page_table"] = inputs.page_table[one, : 3072 // page_size]
+        else:
+            caches = tuple(x[one, :3072] for x in caches)
+        alone = attention_kvcache(inputs.q[one], *caches, **tables, **options)
+        assert torch.equal(alone[0], out[one]) and torch.equal(alone[1], lse[one])
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_a_graph_is_replayed_with_other_lengths(page_size, backend):
+    """The append and the lengths' own increment are in the graph: each replay is a step of decoding."""
+    case = CacheCase((70, 0, 30), 1, 8, 2, 128, 128, capacity=128, page_size=page_size, dtype="bfloat16")
+    full = CacheCase((128,) * 3, 1, 8, 2, 128, 128, capacity=128, page_size=page_size, dtype="bfloat16")
+    inputs = make_inputs(full).to(DEVICE)
+    lens = torch.tensor(case.lens, dtype=torch.int32, device=DEVICE)
+    tables = {**inputs.tables, "cache_seqlens": lens}
+    new = {
+        name: torch.empty(3, 1, 2, 128, dtype=torch.bfloat16, device=DEVICE).normal_() for name in ("k_new", "v_new")
+    }
+
+    def step():
+        out = attention_kvcache(*inputs.qkv, **tables, **new, backend=backend)
+        lens.add_(1)
+        return out
+
+    step()  # warm
+    lens.copy_(torch.tensor(case.lens))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    lens.copy_(torch.tensor(case.lens))
+    for done in range(1, 40):
+        for tensor in new.values():
+            tensor.normal_()
+        graph.replay()
+        for row, length in enumerate(case.lens):
+            k, v = inputs.keys_of(row, length + done)
+            assert torch.equal(k[0, -1], new["k_new"][row, 0]) and torch.equal(v[0, -1], new["v_new"][row, 0])
+            right = oracle.forward(inputs.q[row, None], k, v)
+            assert oracle.relative_error(out[row, None], right.out) <= 4 * HALF_ULP[torch.bfloat16]
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_nothing_waits_for_the_device(backend):
+    case = CacheCase((70, 0, 30), 1, 8, 2, 128, 128, capacity=128, page_size=16, dtype="bfloat16")
+    inputs = make_inputs(case).to(DEVICE)
+    new = {name: torch.zeros(3, 1, 2, 128, dtype=torch.bfloat16, device=DEVICE) for name in ("k_new", "v_new")}
+    attention_kvcache(*inputs.qkv, **inputs.tables, **new, backend=backend)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attention_kvcache(*inputs.qkv, **inputs.tables, **new, backend=backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_wild_lengths_and_pages_do_not_fault(backend):
+    case = CacheCase((70, 0, 30), 2, 8, 2, 128, 128, capacity=128, page_size=16, dtype="bfloat16", causal=True)
+    inputs = make_inputs(case).to(DEVICE)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        lens = torch.randint(-300, 5000, (3,), device=DEVICE, dtype=torch.int32)
+        table = torch.randint(-5000, 5000, (3, 8), device=DEVICE, dtype=torch.int32)
+        attention_kvcache(*inputs.qkv, cache_seqlens=lens, page_table=table, causal=True, backend=backend)
+        torch.cuda.synchronize()

@@ -1,0 +1,137 @@
+"""Packed sequences on the GPU: every backend that has them against float64, beside plain attention's error."""
+
+import pytest
+import torch
+
+import cute_flash
+from cute_flash import attention_varlen
+from tests import oracle, packed
+from tests.device.gpu import DEVICE
+from tests.packed import PackedCase, cases, make_inputs, same
+from tests.runner import ALLOWED_RATIO, HALF_ULP
+
+ROUNDINGS = 3  # of a gradient: O or P, dS, and itself
+
+
+def _serves(name: str, gradients: bool) -> bool:
+    q = torch.zeros(1, 1, 64, dtype=torch.bfloat16, device=DEVICE, requires_grad=gradients)
+    starts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    try:
+        cute_flash.explain(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts, backend=name)
+    except cute_flash.UnsupportedError:
+        return False
+    return True
+
+
+BACKENDS = [name for name in ("sm100", "sm90", "triton", "reference") if _serves(name, gradients=False)]
+GRADIENT_BACKENDS = [name for name in BACKENDS if _serves(name, gradients=True)]
+
+GRID = [
+    *cases(head_dim=64, head_dim_v=64, dtype="bfloat16", heads_q=4, heads_kv=2),
+    *cases(head_dim=128, head_dim_v=128, dtype="bfloat16", heads_q=4, heads_kv=1)[::3],
+    *cases(head_dim=192, head_dim_v=128, dtype="float16")[1::4],
+    *cases(head_dim=72, head_dim_v=40, dtype="bfloat16")[2::4],
+    *cases(head_dim=256, head_dim_v=256, dtype="bfloat16")[::5],
+    same(700, 1, 1300, 129, 0, 2048, head_dim=128, head_dim_v=128, dtype="bfloat16", causal=True),
+    PackedCase((1500, 10, 300), (700, 2000, 300), causal=True, dtype="float16", window=(400, None)),
+]
+
+
+def limits(case: PackedCase, inputs, right) -> dict[str, float]:
+    (out, _), grads = packed.plain(case, inputs)
+    half = HALF_ULP[inputs.q.dtype]
+    found = {"out": max(ALLOWED_RATIO * oracle.relative_error(out, right[0].out), half)}
+    for name, grad, reference in zip(("dq", "dk", "dv"), grads, right[1], strict=True):
+        found[name] = max(ALLOWED_RATIO * oracle.relative_error(grad, reference), ROUNDINGS * half)
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_against_float64(case, backend):
+    inputs = make_inputs(case).to(DEVICE)
+    right = packed.exact(case, inputs)
+    allowed = limits(case, inputs, right)
+    options = {**case.options, **inputs.lengths, "backend": backend, "return_lse": True}
+    out, lse = attention_varlen(inputs.q, inputs.k, inputs.v, **options)
+    assert oracle.relative_error(out, right[0].out) <= allowed["out"]
+    assert oracle.lse_excess(lse, right[0].lse) <= 1
+    if backend not in GRADIENT_BACKENDS:
+        return
+    leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out = attention_varlen(*leaves, **{**options, "return_lse": False})
+    grads = torch.autograd.grad(out, leaves, inputs.dout)
+    exact = packed.exact_without_lse(case, inputs)
+    for name, grad, reference in zip(("dq", "dk", "dv"), grads, exact, strict=True):
+        size = reference.norm()
+        if size == 0 or (
+            name != "dv" and max(case.lens_k, default=0) <= 1
+        ):  # one key: P = 1, dP = delta but for rounding
+            assert grad.abs().max() <= 1e-2 if grad.numel() else True, name
+        else:
+            assert oracle.relative_error(grad, reference) <= allowed[name], name
+
+
+FAST = [name for name in BACKENDS if name != "reference"]
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("hints", [{}, {"max_seqlen_q": 16, "max_seqlen_k": 16}], ids=["no hint", "hints"])
+def test_many_short_sequences(backend, hints):
+    """80,000 of 16: as many as the search has to find, against the dense call on the same numbers."""
+    count, length, heads, dim = 80_000, 16, 2, 64
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(count * length, heads, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    starts = torch.arange(0, count * length + 1, length, device=DEVICE, dtype=torch.int32)
+    out = attention_varlen(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, causal=True, backend=backend, **hints)
+    batched = (x.view(count, length, heads, dim) for x in (q, k, v))
+    dense = cute_flash.attention(*batched, causal=True).view(count * length, heads, dim)
+    torch.testing.assert_close(out.float(), dense.float(), rtol=2e-2, atol=1e-2)  # two roundings of P and O apart
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_nothing_waits_for_the_device(backend):
+    inputs = make_inputs(same(100, 30, 7, dtype="bfloat16", causal=True)).to(DEVICE)
+    qkv = inputs.q, inputs.k, inputs.v
+    attention_varlen(*qkv, **inputs.lengths, causal=True, backend=backend)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attention_varlen(*qkv, **inputs.lengths, causal=True, backend=backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_a_graph_is_replayed_with_other_lengths(backend):
+    """Of as many sequences and rows; the last ends before the rows do in some."""
+    static = make_inputs(same(100, 30, 70, tail=(10, 10), dtype="bfloat16")).to(DEVICE)
+    for tensor in (static.q, static.k, static.v):
+        tensor.nan_to_num_(nan=1.0)
+    options = {"causal": True, "backend": backend, "return_lse": True}
+    attention_varlen(static.q, static.k, static.v, **static.lengths, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attention_varlen(static.q, static.k, static.v, **static.lengths, **options)
+    for lengths in ((1, 2, 207), (70, 70, 70), (0, 0, 210), (0, 150, 0), (3, 3, 3)):
+        cut = packed.starts(lengths).to(DEVICE)
+        static.cu_seqlens_q.copy_(cut)
+        static.cu_seqlens_k.copy_(cut)
+        out.fill_(float("nan"))
+        graph.replay()
+        case = same(*lengths, causal=True, dtype="bfloat16")
+        right, _ = packed.exact(case, static)
+        assert oracle.relative_error(out, right.out) <= 4 * HALF_ULP[torch.bfloat16]
+        assert oracle.lse_excess(lse, right.lse) <= 1
+
+
+@pytest.mark.parametrize("backend", [name for name in FAST if name in GRADIENT_BACKENDS])
+def test_lengths_out_of_order_do_not_fault(backend):
+    """Wrong numbers, and every address inside the tensors."""
+    inputs = make_inputs(same(100, 30, 70, 56, dtype="bfloat16", causal=True)).to(DEVICE)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        wild = torch.randint(-1000, 2000, (5,), device=DEVICE, dtype=torch.int32)
+        lengths = {"cu_seqlens_q": wild, "cu_seqlens_k": wild.flip(0).contiguous()}
+        leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        attention_varlen(*leaves, **lengths, causal=True, backend=backend).sum().backward()
+        torch.cuda.synchronize()

@@ -1,0 +1,142 @@
+"""Key-value caches through the Triton kernels, run on a CPU by Triton's interpreter, against float64.
+
+As test_triton_interpreter does: one server process interprets, and answers a line a case.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from cute_flash.runtime import request
+from cute_flash.spec.problem import CACHE, FEW, FORWARD, Problem
+from tests import oracle
+from tests.cached import CacheCase, exact, lens_of, make_inputs
+
+from .test_triton_interpreter import H200, ROOT, Output, repair_interpreter
+
+LITTLE = {"dtype": "float32"}
+LENS = (0, 1, 31, 33, 100)
+ALONE, SHARED, INVARIANT = {"splits": 1}, {"splits": 3}, {"splits": 4, "split_keys": 32}
+
+PAGES_OF_64 = CacheCase(lens_of(64), 4, causal=True, capacity=150, page_size=64, **LITTLE)
+PAGES_OF_256 = CacheCase(lens_of(256), capacity=520, page_size=256, **LITTLE)
+SLIDING = [CacheCase((3, 50, 100), 2, causal=True, window=(w, None), **LITTLE) for w in (0, 40)]
+
+CASES = [
+    *((CacheCase(LENS, **LITTLE), how) for how in (ALONE, SHARED, INVARIANT)),
+    *((CacheCase(LENS, 3, causal=True, **LITTLE), how) for how in (ALONE, SHARED, INVARIANT)),
+    (CacheCase((40, 100), 5, 8, 1, causal=True, **LITTLE), ALONE),  # 40 rows of a group
+    (CacheCase((3, 20), 16, 7, 1, causal=True, **LITTLE), SHARED),  # 112: several tiles
+    (CacheCase((33, 0, 100), chosen=True, **LITTLE), SHARED),
+    *((CacheCase(lens_of(p)[:5], capacity=2 * p + 9, page_size=p, **LITTLE), SHARED) for p in (1, 16)),
+    (CacheCase((0, 31, 32, 33, 90), 2, causal=True, page_size=32, **LITTLE), INVARIANT),
+    *((case, how) for case in SLIDING for how in (SHARED, ALONE)),
+    (CacheCase((3, 100), 4, window=(7, 2), page_size=16, softcap=1.5, **LITTLE), SHARED),
+    (CacheCase((3, 100), window=(50, None), **LITTLE), INVARIANT),
+    (CacheCase((60,), head_dim=20, head_dim_v=40, dtype="float16"), SHARED),
+    (CacheCase((60, 3, 100), 2, causal=True, head_dim=20, head_dim_v=40, dtype="float16"), {"splits": 2, "new": 3}),
+    (CacheCase((40, 17, 100), page_size=16, **LITTLE), {"splits": 2, "new": 2}),
+    (CacheCase((40, 1), chosen=True, **LITTLE), {"splits": 1, "new": 1}),
+    (CacheCase((60,), head_dim=96, head_dim_v=80, dtype="float16"), ALONE),
+    (CacheCase((100, 5), **LITTLE), {"splits": 40}),  # more shares than keys, and than the merge reads at a time
+    pytest.param(PAGES_OF_64, SHARED, marks=pytest.mark.slow),
+    pytest.param(PAGES_OF_256, SHARED, marks=pytest.mark.slow),
+]
+
+
+# --------------------------------------------------------------------------------------------------- the server side
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(nan=9.0), other.nan_to_num(nan=9.0))
+
+
+def taken_out(inputs, count: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """((k_new, v_new), the lengths before): each row's last keys leave the cache, NaN where they were."""
+    shape = (len(inputs.cache_seqlens), count, inputs.k.shape[2])
+    new = tuple(torch.empty(*shape, x.shape[-1], dtype=x.dtype) for x in (inputs.k, inputs.v))
+    for row, length in enumerate(inputs.cache_seqlens.tolist()):
+        for i in range(count):
+            place = inputs.place_of(row, length - count + i)
+            for x, taken in zip((inputs.k, inputs.v), new, strict=True):
+                taken[row, i] = x[place]
+                x[place] = math.nan
+    return new, inputs.cache_seqlens - count
+
+
+def measure(case: CacheCase, how: dict) -> dict[str, float]:
+    from cute_flash.arch.triton.backend import BACKEND
+
+    inputs = make_inputs(case)
+    options = request.spell(case.causal, case.window, case.softcap)
+    rows = case.seqlen_q * case.heads_q // case.heads_kv
+    problem = Problem(
+        FORWARD, H200, case.dtype, case.head_dim, case.head_dim_v, case.heads_q, case.heads_kv, options.mask,
+        lse=True, features=options.features, form=CACHE, page_size=case.page_size,
+        few_rows=next((few for few in FEW if rows <= few), 0),
+    )  # fmt: skip
+    shape = (len(case.lens), case.seqlen_q, case.heads_q, case.head_dim_v)
+    out = Output(torch.Size(shape), inputs.q.dtype)
+    lse = torch.full((shape[0], shape[2], shape[1]), math.nan)
+    numbers = (case.head_dim**-0.5, *request.bounds(**case.options)[1])
+    tables, new = list(inputs.tables.values()), (None, None)
+    whole = [inputs.k.clone(), inputs.v.clone()]
+    if how.get("new"):
+        new, tables[0] = taken_out(inputs, how["new"])
+    BACKEND.build(BACKEND.plan(problem))(
+        *inputs.qkv, out.tensor, lse, *tables, *new, how["splits"], how.get("split_keys", 0), *numbers
+    )
+    right = exact(case, inputs)
+    return {
+        "out": oracle.relative_error(out.tensor, right.out),
+        "lse": oracle.lse_excess(lse, right.lse),
+        "margin": 0.0 if out.margin_kept() else math.inf,
+        "cache": 0.0 if all(map(same, whole, (inputs.k, inputs.v))) else math.inf,
+    }
+
+
+def serve() -> None:
+    repair_interpreter()
+    torch.set_num_threads(1)
+    empty = torch.empty
+    torch.empty = lambda *shape, **options: empty(*shape, **options).fill_(math.nan)  # partial results left unwritten
+    for line in sys.stdin:
+        given, how = json.loads(line)
+        given |= {name: given[name] and tuple(given[name]) for name in ("lens", "window")}
+        print(json.dumps(measure(CacheCase(**given), how)), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------ the test side
+
+
+@pytest.fixture(scope="module")
+def server():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.host.test_triton_cache"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
+    )  # fmt: skip
+    yield process
+    process.stdin.close()
+    process.wait(timeout=60)
+
+
+@pytest.mark.parametrize(("case", "how"), CASES, ids=str)
+def test_against_float64(server, case, how):
+    server.stdin.write(json.dumps([asdict(case), how]) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, "the interpreter process ended: its error is on stderr"
+    for name, error in json.loads(answer).items():
+        assert error <= (1.0 if name == "lse" else 1e-5 if case.dtype == "float32" else 1e-3), (name, error)
+
+
+if __name__ == "__main__":
+    serve()
