@@ -172,7 +172,10 @@ def _errors(each: Cell, found, inputs) -> list[float]:
     return [oracle.relative_error(a, b) for a, b in zip(found, exact, strict=True)]
 
 
-@pytest.mark.parametrize("schedule", EVERY_DAY, ids=str)
+DAILY_AND_SLOW = [EVERY_DAY[0], *(pytest.param(each, marks=pytest.mark.slow) for each in EVERY_DAY[1:])]
+
+
+@pytest.mark.parametrize("schedule", DAILY_AND_SLOW, ids=str)
 def test_zeros_for_later_sections(schedule):
     """Causal: L2 holds one head, so that most zeros are made by earlier CTAs."""
     each = cell(64, (193, 193), causal=True, batch=4)
@@ -188,7 +191,10 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+SLOW_FAULT = "nobody waits for the zeros"  # several schedules pass before one shows it
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * (f == SLOW_FAULT)) for f in PLANTED])
 def test_a_planted_fault_in_the_zeros_is_noticed(fault):
     """The second head's sums are zeroed by CTAs of the first."""
     each, changes = cell(64, (130, 200), heads=(2, 2), batch=2), dict(PLANTED[fault])
