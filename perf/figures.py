@@ -28,6 +28,9 @@ ACROSS = 4
 Panel = Mapping[str, Mapping[int, float]]  # contestant -> seqlen -> value
 
 
+DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+
+
 def _pyplot() -> Any:
     import matplotlib
 
@@ -71,10 +74,13 @@ def _sorted(names: Sequence[str]) -> list[str]:
 
 
 def panels(rows: Sequence[records.Row]) -> dict[tuple[str, ...], dict[str, dict[int, float]]]:
-    """(pass, dtype, d, dv, mask) -> contestant -> seqlen -> TFLOP/s; equal lengths and ungrouped heads only."""
+    """(pass, dtype, d, dv, mask) -> contestant -> seqlen -> TFLOP/s; equal lengths and ungrouped heads only, and of a
+    length measured at several batch sizes the largest."""
     found: dict[tuple[str, ...], dict[str, dict[int, float]]] = {}
-    for key, contestants in records.measured(rows).items():
-        point = dict(zip(records.POINT_COLUMNS, key, strict=True))
+    points = [
+        (dict(zip(records.POINT_COLUMNS, key, strict=True)), each) for key, each in records.measured(rows).items()
+    ]
+    for point, contestants in sorted(points, key=lambda pair: int(pair[0]["B"])):
         if point["Hq"] != point["Hkv"] or point["Sq"] != point["Sk"]:
             continue
         lines = found.setdefault(tuple(point[name] for name in ("pass", "dtype", "d", "dv", "mask")), {})
@@ -94,6 +100,7 @@ def throughput(rows: Sequence[records.Row], dims: Sequence[str] = ()) -> bytes:
     if not found:
         raise ValueError("no point with numbers at two lengths or more: nothing to plot")
     plt = _pyplot()
+    mixed = len({key[0] for key in found}) > 1
     across = min(ACROSS, len(found))
     down = -(-len(found) // across)
     figure, axes = plt.subplots(down, across, figsize=(2.75 * across, 2.15 * down + 0.45), squeeze=False, sharey=True)
@@ -103,11 +110,12 @@ def throughput(rows: Sequence[records.Row], dims: Sequence[str] = ()) -> bytes:
         direction, dtype, d, dv, mask = key
         _draw(axis, found[key])
         dims_here = f"head_dim {d}" if d == dv else f"head_dim {d}, head_dim_v {dv}"
-        words = [dims_here, mask] + (["backward"] if direction != "fwd" else []) + ([dtype] if dtype != "bf16" else [])
+        words = [dims_here, mask] + (["backward"] if mixed and direction != "fwd" else [])
+        words += [dtype] if dtype != "bf16" else []
         axis.set_title(", ".join(words), fontsize=8.5, loc="left")
     axes[0][0].set_ylim(bottom=0)  # shared; once all are drawn, or the top of the first would be everyone's
     for row in axes:
-        row[0].set_ylabel("TFLOP/s")
+        row[0].set_ylabel("TFLOP/s" if mixed else f"TFLOP/s, {DIRECTIONS[next(iter(found))[0]]}")
     for axis in axes[-1]:
         axis.set_xlabel("sequence length")
     _legend(figure, {name for lines in found.values() for name in lines})
