@@ -102,6 +102,7 @@ LONG_FULL = (
     cell(64, (193, 127), long=True),
     cell(64, (64, 513), long=True, values="falling"),
     cell(64, (65, 129), dtype="float16", long=True),
+    cell(192, (129, 337), long=True, values="falling"),
 )
 LONG_CAUSAL = (
     cell(64, (193, 193), long=True),
@@ -109,6 +110,9 @@ LONG_CAUSAL = (
     cell(64, (193, 65), heads=(2, 1), long=True, sms=1),
     cell(96, (191, 97), long=True),
     cell(96, (193, 289), long=True, values="rising"),
+    cell(128, (129, 385), long=True, values="falling"),
+    cell(128, (193, 193), heads=(2, 1), long=True, sms=1),
+    cell(128, (65, 300), long=True, values="huge_score"),
 )
 SPLIT = (
     cell(64, (1, 300), heads=(7, 1), splits=None, causal=True),
@@ -138,13 +142,6 @@ def causal(cells):
     return tuple(Cell(Case(**{**vars(each.case), "causal": True}), each.splits, each.sms, each.long) for each in cells)
 
 
-HELD = (  # the rows of long sequences that hold part of the softmax before the wait for P V
-    cell(192, (129, 337), long=True, values="falling"),
-    cell(128, (129, 385), long=True, values="falling", causal=True),
-    cell(128, (193, 193), heads=(2, 1), long=True, sms=1, causal=True),
-    cell(128, (65, 300), long=True, values="huge_score", causal=True),
-)
-
 CELLS = (
     FULL
     + LONG_FULL
@@ -157,9 +154,9 @@ CELLS = (
 )
 
 
-def schedules(cells=CELLS):
+def schedules():
     """Every cell under every schedule; those whose turn it is not are slow."""
-    for index, each in enumerate(cells):
+    for index, each in enumerate(CELLS):
         for number, schedule in enumerate(SCHEDULES):
             due = (index + turn()) % len(SCHEDULES) == number
             yield pytest.param(each, schedule, id=f"{each}-{schedule}", marks=[] if due else [pytest.mark.slow])
@@ -171,26 +168,14 @@ def test_at_least_thirty_shapes():
 
 @pytest.mark.parametrize("each, schedule", schedules())
 def test_right_under_every_schedule(each: Cell, schedule: Schedule, poisoned_empty, record_property):
-    record_property("emulated", right(each, schedule))
-
-
-@pytest.mark.parametrize("each, schedule", schedules(HELD))
-def test_right_where_the_softmax_is_held(each: Cell, schedule: Schedule, poisoned_empty):
-    case = each.case
-    assert forward_tile(case.head_dim, case.head_dim_v, "causal" if case.causal else "full").ahead > 0
-    right(each, schedule)
-
-
-def right(each: Cell, schedule: Schedule) -> tuple:
-    """Runs and checks. -> what the table keeps of a run."""
     case, inputs = each.case, make_inputs(each.case)
     answer = attend(inputs, case.causal, each.splits, sms=each.sms, long=each.long, strict_exit=True, **schedule.knobs)
     exact = oracle.forward(*inputs.qkv, causal=case.causal)
     error, lse_error = oracle.relative_error(answer.out, exact.out), oracle.lse_excess(answer.lse, exact.lse)
     row = (str(each), schedule.mode, schedule.scheduler, schedule.seed, error, lse_error, answer.steps, answer.seconds)
+    record_property("emulated", row)
     assert len(answer.kernels) == (2 if expects_split(each) else 1), answer.kernels
     Runner(inputs.q.device, case.torch_dtype).check(*inputs.qkv, result=(answer.out, answer.lse), causal=case.causal)
-    return row
 
 
 def expects_split(each: Cell) -> bool:
