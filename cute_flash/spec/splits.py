@@ -6,7 +6,8 @@ from .plan import Plan
 
 SPLIT_KEYS = 128  # fewer take less time than the second launch
 FULL = 4, 5  # of the multiprocessors: with so many query tiles nothing is won by a second launch. FlashAttention-2's
-# figure; an H200 took 30.5 us for 128 causal tiles of 1024 keys in two shares each, FlashAttention-4 21.7 us for whole ones
+# figure; an H200 took 30.5 us for 128 causal tiles of 1024 keys in two shares each, FlashAttention-4 21.7 us for whole
+# ones
 
 
 @dataclass(frozen=True)
