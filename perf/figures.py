@@ -25,10 +25,8 @@ NAMES = {
     "standard": "standard attention", "ours-deterministic": "cute_flash, deterministic",
 }  # fmt: skip
 ACROSS = 4
-Panel = Mapping[str, Mapping[int, float]]  # contestant -> seqlen -> value
-
-
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+Panel = Mapping[str, Mapping[int, float]]  # contestant -> seqlen -> value
 
 
 def _pyplot() -> Any:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from .plan import Plan
 
 SPLIT_KEYS = 128  # fewer take less time than the second launch
-FULL = 4, 5  # of the multiprocessors: with so many query tiles nothing is won by a second launch. FlashAttention-2's
-# figure; an H200 took 30.5 us for 128 causal tiles of 1024 keys in two shares each, FlashAttention-4 21.7 us for whole
-# ones
+# Of the multiprocessors: with so many query tiles a second launch wins nothing. FlashAttention-2's figure; an H200 took
+# 30.5 us for 128 causal tiles of 1024 keys in two shares each, and FlashAttention-4 21.7 us for whole ones.
+FULL = 4, 5
 
 
 @dataclass(frozen=True)
