@@ -94,7 +94,7 @@ def attention_kvcache(
                 dtype is not _float32 or request.float32_kind(q.device),
             )  # fmt: skip
             call = _warm.get(key) if caches.fit(q, cache) else None
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, IndexError, TypeError, ValueError):
             key = None  # the cold path says what is wrong
     if (
         call is not None
@@ -121,8 +121,7 @@ def _cold(q: Any, cache: Cache, options: Options, splits: tuple[Any, Any], key: 
     """The first call of a kind, and every one out of the ordinary: checked in full, then as the warm path."""
     if request.is_traced(q, cache.k):
         return cache_ops.attention_kvcache(q, cache, options, splits)
-    if isinstance(q, torch.Tensor) and isinstance(cache.k, torch.Tensor) and q.dtype != cache.k.dtype:
-        q = request.autocast(q, cache.k, cache.v)[0]  # the caches stay what they are
+    q = caches.autocast(q, cache)
     caches.check(q, cache)
     num_splits, batch_invariant = splits[0], caches.check_splits(*splits)
     if any(x is not None and x.is_neg() for x in (cache.k, cache.v)):  # a copy would not be what is appended to

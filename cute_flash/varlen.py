@@ -87,7 +87,7 @@ def attention_varlen(
                 backend, settings.generation, dtype is not _float32 or request.float32_kind(q.device),
             )  # fmt: skip
             call = _warm.get(key) if packed.fit(q, cu_seqlens_q, cu_seqlens_k) else None
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # RuntimeError: of a tensor in place of a number
             key = None  # the cold path says what is wrong
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if (
@@ -97,7 +97,8 @@ def attention_varlen(
         and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
         and (causal is False or causal is True) and (return_lse is False or return_lse is True)
         and (deterministic is False or deterministic is True)
-        and not isinstance(max_seqlen_q, (bool, float)) and not isinstance(max_seqlen_k, (bool, float))
+        and (max_seqlen_q is None or (type(max_seqlen_q) is int and max_seqlen_q >= 0))
+        and (max_seqlen_k is None or (type(max_seqlen_k) is int and max_seqlen_k >= 0))
     ):  # fmt: skip
         try:
             out, lse = packed.run(call, (q, k, v), lengths, (scale or call.scale, *bounds))

@@ -37,33 +37,34 @@ def _index(name: str, value: int, count: int) -> int:
     return value
 
 
+def _homes(cache: Cache, row: int, length: int) -> list[int]:
+    """The pages that hold the first keys of a row of q; its one cache row where there are no pages."""
+    if cache.page_table is None:
+        return [row if cache.batch_idx is None else _index("cache_batch_idx", int(cache.batch_idx[row]), len(cache.k))]
+    used: list[int] = cache.page_table[row, : -(-length // cache.k.shape[1])].tolist()
+    return [_index("page_table", page, len(cache.k)) for page in used]
+
+
 def _append(cache: Cache, lengths: list[int]) -> list[int]:
-    """New keys go behind each row's; -> the lengths they make."""
+    """New keys go behind each row's; -> the lengths they make. Nothing is written where one of them has no place."""
     if cache.k_new is None or cache.v_new is None:
         return lengths
     made = [min(length + cache.k_new.shape[1], cache.capacity) for length in lengths]
+    homes = [_homes(cache, row, length) for row, length in enumerate(made)]
     for row, (first, last) in enumerate(zip(lengths, made, strict=True)):
         for position in range(first, last):
-            page, place = row, position
-            if cache.page_table is not None:
-                index, place = divmod(position, cache.k.shape[1])
-                page = _index("page_table", int(cache.page_table[row, index]), len(cache.k))
-            elif cache.batch_idx is not None:
-                page = _index("cache_batch_idx", int(cache.batch_idx[row]), len(cache.k))
-            cache.k[page, place] = cache.k_new[row, position - first]
-            cache.v[page, place] = cache.v_new[row, position - first]
+            index, place = divmod(position, cache.k.shape[1])
+            cache.k[homes[row][index], place] = cache.k_new[row, position - first]
+            cache.v[homes[row][index], place] = cache.v_new[row, position - first]
     return made
 
 
 def _rows_of(cache: Cache, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(k, v), (1, length, heads_kv, dim) each, of one row of q."""
+    homes = _homes(cache, row, length)
     if cache.page_table is None:
-        index = row if cache.batch_idx is None else _index("cache_batch_idx", int(cache.batch_idx[row]), len(cache.k))
-        return cache.k[index : index + 1, :length], cache.v[index : index + 1, :length]
-    page_size = cache.k.shape[1]
-    used: list[int] = cache.page_table[row, : -(-length // page_size)].tolist()
-    pages = [_index("page_table", page, len(cache.k)) for page in used]
-    k, v = (x[pages].flatten(0, 1)[None, :length] for x in (cache.k, cache.v))
+        return cache.k[homes[0], None, :length], cache.v[homes[0], None, :length]
+    k, v = (x[homes].flatten(0, 1)[None, :length] for x in (cache.k, cache.v))
     return k, v
 
 

@@ -7,6 +7,7 @@ is turned into our words: a window bound below 0 is unbounded, softcap 0.0 is no
 here. Dropout, alibi_slopes, rotation and left padding are refused with a sentence.
 """
 
+import numbers
 from typing import Any
 
 import torch
@@ -27,6 +28,28 @@ __all__ = [
 
 def _bound(value: int | None) -> int | None:
     return None if value is None or value < 0 else value
+
+
+def _refused(dropout_p: float, alibi_slopes: torch.Tensor | None) -> dict[str, Any]:
+    """What ours refuse, where it is asked for. Words that say nothing are left out: they would cost the warm path."""
+    refused: dict[str, Any] = {}
+    if dropout_p:
+        refused["dropout_p"] = dropout_p
+    if alibi_slopes is not None:
+        refused["alibi_slopes"] = alibi_slopes
+    return refused
+
+
+def _length(k_cache: torch.Tensor, block_table: torch.Tensor | None, given: Any) -> int:
+    """Keys of every row, from the one number that is given; None = as many as the cache holds."""
+    capacity: int = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
+    if given is None:
+        return capacity
+    if isinstance(given, bool) or not isinstance(given, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"cache_seqlens must be an int32 tensor, an integer or None, got {type(given).__name__}")
+    if not 0 <= given <= capacity:
+        raise ValueError(f"cache_seqlens={given}: 0 to the {capacity} keys that the cache holds")
+    return given
 
 
 def flash_attn_func(
@@ -57,7 +80,7 @@ def flash_attn_func(
     left, right = window_size
     result = attention(
         q, k, v, causal=causal, window=(_bound(left), _bound(right)), scale=softmax_scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, return_lse=return_attn_probs, deterministic=deterministic, dropout_p=dropout_p,
+        return_lse=return_attn_probs, deterministic=deterministic, **_refused(dropout_p, alibi_slopes),
     )  # fmt: skip
     return (*result, None) if return_attn_probs else result
 
@@ -106,8 +129,7 @@ def flash_attn_varlen_func(
     result = attention_varlen(
         q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, causal=causal, window=(_bound(left), _bound(right)), scale=softmax_scale,
-        softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_attn_probs, deterministic=deterministic,
-        dropout_p=dropout_p,
+        softcap=softcap, return_lse=return_attn_probs, deterministic=deterministic, **_refused(dropout_p, alibi_slopes),
     )  # fmt: skip
     return (*result, None) if return_attn_probs else result
 
@@ -137,7 +159,7 @@ def flash_attn_with_kvcache(
 
     Args:
         q, k_cache, v_cache, cache_batch_idx, causal: as attention_kvcache() takes them; k, v: its k_new, v_new.
-        cache_seqlens: (batch,) int32, or one number for all rows; None = the whole cache.
+        cache_seqlens: (batch,) int32, or one integer for all rows; None = the whole cache, and then no k and v.
         block_table: its page_table. num_splits: 0 = its None. The others as flash_attn_func has them.
         rotary_cos, rotary_sin, cache_leftpad: None. Anything else is refused.
 
@@ -146,13 +168,14 @@ def flash_attn_with_kvcache(
     for name, value in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("cache_leftpad", cache_leftpad)):
         if value is not None:
             raise UnsupportedError(f"{name}= is not built yet: rotate q and k, and cut the padding, before the call")
+    if cache_seqlens is None and (k is not None or v is not None):
+        raise ValueError("cache_seqlens=None is the whole cache, which has no room for k= and v=: say where they go")
     if not isinstance(cache_seqlens, torch.Tensor):
-        pages = 1 if block_table is None else block_table.shape[1]
-        length = k_cache.shape[1] * pages if cache_seqlens is None else cache_seqlens
+        length = _length(k_cache, block_table, cache_seqlens)
         cache_seqlens = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
     left, right = window_size
     return attention_kvcache(
         q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=block_table, cache_batch_idx=cache_batch_idx,
         k_new=k, v_new=v, num_splits=num_splits or None, causal=causal, window=(_bound(left), _bound(right)),
-        scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_softmax_lse,
+        scale=softmax_scale, softcap=softcap, return_lse=return_softmax_lse, **_refused(0.0, alibi_slopes),
     )  # fmt: skip

@@ -20,6 +20,7 @@ _calls: dict[tuple[Any, ...], CacheCall] = {}
 
 def attention_kvcache(q: torch.Tensor, cache: Cache, options: Options, splits: tuple[Any, Any]) -> Any:
     """attention_kvcache() as a graph holds it, for options that are checked."""
+    q = caches.autocast(q, cache)
     caches.check(q, cache)
     num_splits, batch_invariant = splits[0], caches.check_splits(*splits)
     q, words = ops.words_of(q, options)

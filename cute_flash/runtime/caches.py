@@ -97,9 +97,17 @@ def _new_fit(new: torch.Tensor, old: torch.Tensor, batch: int) -> bool:
         and new.dtype is old.dtype
         and new.device == old.device
         and type(new) is torch.Tensor
+        and 0 not in old.stride()
         and not new.is_neg()
         and not new.requires_grad
     )
+
+
+def autocast(q: Any, cache: Cache) -> Any:
+    """q as autocast casts it to go with another dtype's cache; the caches stay what they are."""
+    if not isinstance(q, torch.Tensor) or not isinstance(cache.k, torch.Tensor) or q.dtype == cache.k.dtype:
+        return q
+    return request.autocast(q, cache.k, cache.k)[0]
 
 
 def check(q: torch.Tensor, cache: Cache, values: bool = True) -> None:
@@ -129,7 +137,7 @@ def _check_new(q: torch.Tensor, cache: Cache) -> None:
     k_new, v_new = cache.k_new, cache.v_new
     if k_new is None or v_new is None:
         raise ValueError("k_new= and v_new= are given together or not at all")
-    if q.numel() == 0:
+    if q.numel() == 0 and q.shape[0]:
         raise ValueError(f"k_new= needs query rows to go with it, and q has shape {tuple(q.shape)}")
     for name, new, old in (("k_new", k_new, cache.k), ("v_new", v_new, cache.v)):
         if not isinstance(new, torch.Tensor) or request.has_no_memory(new):
@@ -139,6 +147,11 @@ def _check_new(q: torch.Tensor, cache: Cache) -> None:
             raise ValueError(f"{name} must be {expected}, got shape {tuple(new.shape)}")
         if new.dtype != old.dtype or new.device != old.device:
             raise TypeError(f"{name} must be {old.dtype} on {old.device} as its cache, got {new.dtype} on {new.device}")
+        if any(size > 1 and stride == 0 for size, stride in zip(old.shape, old.stride(), strict=True)):
+            layout = f"of shape {tuple(old.shape)} and strides {old.stride()}"
+            raise ValueError(
+                f"{name} cannot be written into an expanded cache: {layout}, keys of it share their memory"
+            )
         if new.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(
                 "attention_kvcache has no gradients: call it under torch.no_grad() or inference_mode()"

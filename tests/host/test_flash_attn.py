@@ -7,6 +7,7 @@ import torch
 
 from cute_flash import UnsupportedError, attention, attention_kvcache, attention_varlen
 from cute_flash.integrations import flash_attn as ours
+from cute_flash.runtime import request
 
 from .. import oracle
 
@@ -121,11 +122,44 @@ def test_caches(paged):
         (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, rotary_cos=q), UnsupportedError, "rotary_cos= is not"),
         (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, cache_leftpad=q), UnsupportedError, "cache_leftpad= is"),
         (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, alibi_slopes=q), UnsupportedError, "alibi_slopes= is"),
+        (
+            lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, k, v),
+            ValueError,
+            "=None is the whole cache",
+        ),
+        (
+            lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, cache_seqlens=5.7),
+            TypeError,
+            "or None, got float",
+        ),
+        (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, cache_seqlens=True), TypeError, "or None, got bool"),
+        (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, cache_seqlens=[5, 7]), TypeError, "or None, got list"),
+        (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, cache_seqlens=54), ValueError, "=54: 0 to the 53 keys"),
+        (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, cache_seqlens=-1), ValueError, "=-1: 0 to the 53 keys"),
+        (
+            lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, block_table=STARTS),
+            ValueError,
+            r"page_table must be \(batch, pages\) .*, got shape \(3,\)",
+        ),
     ],
 )
 def test_what_is_refused(call, error, sentence):
     with pytest.raises(error, match=sentence):
         call(*qkv())
+
+
+def test_warm_calls_describe_nothing(monkeypatch):
+    """Words of FlashAttention that say nothing (dropout_p=0.0, alibi_slopes=None) cost no look at the whole call."""
+    q, k, v = qkv()
+    calls = (
+        lambda: ours.flash_attn_func(q, k, v),
+        lambda: ours.flash_attn_varlen_func(q[0, :9], k[0, :9], v[0, :9], STARTS, STARTS, 6, 6),
+        lambda: ours.flash_attn_with_kvcache(q, k, v, cache_seqlens=40),
+    )
+    cold = [call() for call in calls]
+    monkeypatch.setattr(request, "check_options", None)
+    monkeypatch.setattr(request, "describe", None)
+    assert all(torch.equal(call(), before) for call, before in zip(calls, cold, strict=True))
 
 
 def test_it_compiles_to_the_operator():

@@ -146,6 +146,8 @@ def call(**changes):
 
 LENS = torch.tensor([5, 7], dtype=torch.int32)
 NEW = torch.zeros(2, 3, 2, 16)
+ROWS_SHARED = torch.zeros(1, 10, 2, 16).expand(2, -1, -1, -1)
+HEADS_SHARED = torch.zeros(2, 10, 1, 16).expand(-1, -1, 2, -1)
 BAD = [
     ({"q": torch.zeros(2, 4, 16)}, ValueError, r"q must be 4-D \(batch, seqlen, heads, dim\)"),
     ({"v_cache": torch.zeros(2, 9, 2, 16)}, ValueError, "k_cache and v_cache must be alike but for"),
@@ -159,6 +161,8 @@ BAD = [
     ({"cache_seqlens": LENS.to("meta")}, ValueError, "on the device of q, cpu, got meta"),
     ({"cache_seqlens": LENS + 4}, ValueError, "cache_seqlens must be 0 to the 10 keys .*, got 11"),
     ({"cache_seqlens": LENS - 6}, ValueError, "cache_seqlens must be 0 to .*, got -1"),
+    ({"cache_seqlens": LENS[0]}, ValueError, r"cache_seqlens must be \(batch,\) for a batch of 2, got shape \(\)"),
+    ({"v_cache": torch.zeros(10, 2, 16)}, ValueError, r"v_cache must be 4-D .*, got shape \(10, 2, 16\)"),
     ({"cache_batch_idx": LENS}, ValueError, "cache_batch_idx must be 0 to 1, got 5"),
     ({"cache_batch_idx": LENS.float()}, TypeError, "cache_batch_idx must be int32, got float32"),
     ({"page_table": LENS}, ValueError, r"page_table must be \(batch, pages\) for a batch of 2, got shape \(2,\)"),
@@ -168,6 +172,17 @@ BAD = [
     ({"k_new": NEW}, ValueError, "k_new= and v_new= are given together"),
     ({"k_new": NEW, "v_new": NEW[:, :2]}, ValueError, "as many keys, got 3 and 2"),
     ({"k_new": NEW[:1], "v_new": NEW}, ValueError, r"k_new must be \(2, new keys, 2, 16\), got shape \(1, 3, 2, 16\)"),
+    ({"k_new": NEW[0, 0, 0, 0], "v_new": NEW}, ValueError, r"k_new must be \(2, new keys, 2, 16\), got shape \(\)"),
+    (
+        {"k_new": NEW, "v_new": NEW, "k_cache": ROWS_SHARED},
+        ValueError,
+        r"k_new .* expanded cache: .* \(0, 32, 16",
+    ),
+    (
+        {"k_new": NEW, "v_new": NEW, "v_cache": HEADS_SHARED},
+        ValueError,
+        r"v_new .* expanded cache: .* \(160, 16",
+    ),
     ({"k_new": NEW, "v_new": NEW.double()}, TypeError, "v_new must be torch.float32 on cpu"),
     ({"k_new": NEW, "v_new": NEW, "q": torch.zeros(2, 0, 4, 16)}, ValueError, "k_new= needs query rows"),
     ({"k_cache": torch._neg_view(torch.zeros(2, 10, 2, 16))}, ValueError, "must not carry a lazy sign"),
@@ -197,6 +212,48 @@ def test_a_refused_append_writes_nothing():
     with pytest.raises(ValueError, match="exclude each other"):
         call(k_cache=cache, v_cache=cache, k_new=NEW + 1, v_new=NEW + 1, num_splits=2, batch_invariant=True)
     assert not cache.any()
+
+
+@pytest.mark.parametrize("pages", [[0, 0, 9], [9, 0, 0], [0, 0, -1]])
+def test_an_append_to_pages_that_do_not_exist_writes_nothing(pages):
+    """Neither of that row, whichever page it is, nor of the row before."""
+    k, v = torch.zeros(8, 2, 2, 16), torch.zeros(8, 2, 2, 16)
+    table = torch.tensor([[1, 2, 3], pages], dtype=torch.int32)
+    seqlens = torch.tensor([2, 3], dtype=torch.int32)
+    q, new = torch.ones(2, 1, 2, 16), torch.ones(2, 2, 2, 16)
+    with pytest.raises(ValueError, match="page_table must be 0 to 7"):
+        attention_kvcache(q, k, v, cache_seqlens=seqlens, page_table=table, k_new=new, v_new=new)
+    assert not k.any() and not v.any()
+
+
+def test_an_expanded_cache_that_is_only_read():
+    out = call(k_cache=ROWS_SHARED + 1, v_cache=HEADS_SHARED + 1)
+    torch.testing.assert_close(out, torch.ones_like(out))
+    assert torch.equal(out, call(k_cache=(ROWS_SHARED + 1)[:1].expand(2, -1, -1, -1), v_cache=HEADS_SHARED + 1))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_an_empty_batch(paged):
+    """With new keys too: there are none."""
+    table = {"page_table": torch.zeros(0, 3, dtype=torch.int32)} if paged else {}
+    cache, new = torch.zeros(4 if paged else 0, 8, 2, 16), torch.zeros(0, 3, 2, 16)
+    tables = {"cache_seqlens": torch.zeros(0, dtype=torch.int32), **table}
+    for fresh in ({}, {"k_new": new, "v_new": new}):
+        out, lse = attention_kvcache(torch.zeros(0, 1, 4, 16), cache, cache, **tables, **fresh, return_lse=True)
+        assert out.shape == (0, 1, 4, 16) and lse.shape == (0, 4, 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_casts_q_to_the_caches(compiled):
+    inputs = make_inputs(CacheCase((5, 7), 2, dtype="float32"))
+    caches_16 = inputs.k.bfloat16(), inputs.v.bfloat16()
+    right = attention_kvcache(inputs.q.bfloat16(), *caches_16, **inputs.tables)
+    torch._dynamo.reset()
+    call_it = torch.compile(attention_kvcache, fullgraph=True, backend="eager") if compiled else attention_kvcache
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(call_it(inputs.q, *caches_16, **inputs.tables), right)
+        with pytest.raises(TypeError, match=r"v_cache must be a torch\.Tensor, got NoneType"):
+            attention_kvcache(inputs.q, caches_16[0], None, **inputs.tables)
 
 
 def test_explain():

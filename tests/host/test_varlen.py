@@ -1,6 +1,7 @@
 """attention_varlen on CPU tensors: numbers and gradients against float64, refusals, the warm path, graphs."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -133,6 +134,22 @@ def test_bad_input_is_refused(changes, error, sentence, warm):
         call(**changes)
 
 
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize(
+    ("hint", "error", "sentence"),
+    [
+        (-1, ValueError, "=-1: a length is >= 0"),
+        (torch.tensor(5), TypeError, " must be an integer or None, got Tensor"),
+        (torch.tensor([5, 7]), TypeError, " must be an integer or None, got Tensor"),
+        (Fraction(5), TypeError, " must be an integer or None, got Fraction"),
+    ],
+)
+def test_hints_that_are_no_lengths_are_refused_where_their_kind_is_warm(name, hint, error, sentence):
+    call(**{name: 5})
+    with pytest.raises(error, match=name + sentence):
+        call(**{name: hint})
+
+
 def test_what_is_missing_is_named():
     inputs = make_inputs(same(5))
     with pytest.raises(TypeError, match="cu_seqlens_k"):
@@ -257,6 +274,20 @@ def test_compiled_as_one_operator(return_lse):
             assert all(error <= (1 if name == "lse" else 1e-11) for name, error in found.items()), found
         eager = attention_varlen(inputs.q, inputs.k, inputs.v, **inputs.lengths, **case.options)
         assert torch.equal(out, eager)
+
+
+def test_exported_with_hints_that_are_read_from_the_lengths():
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v, starts):
+            longest = starts.diff().max().item()
+            return attention_varlen(
+                q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest
+            )
+
+    inputs = make_inputs(same(10, 5, head_dim=16, head_dim_v=16))
+    arguments = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q
+    exported = torch.export.export(Module(), arguments, strict=False).module()
+    assert torch.equal(exported(*arguments), Module()(*arguments))
 
 
 def test_opcheck():
