@@ -45,11 +45,13 @@ def _length(k_cache: torch.Tensor, block_table: torch.Tensor | None, given: Any)
     capacity: int = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
     if given is None:
         return capacity
-    if isinstance(given, bool) or not isinstance(given, (numbers.Integral, torch.SymInt)):
+    is_integer = isinstance(given, (numbers.Integral, torch.SymInt)) and not isinstance(given, bool)
+    if not is_integer:
         raise TypeError(f"cache_seqlens must be an int32 tensor, an integer or None, got {type(given).__name__}")
     if not 0 <= given <= capacity:
         raise ValueError(f"cache_seqlens={given}: 0 to the {capacity} keys that the cache holds")
-    return given
+    length: int = given
+    return length
 
 
 def flash_attn_func(
