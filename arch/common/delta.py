@@ -88,6 +88,19 @@ def scratch_of(
     return Scratch(sums, rows, turns, drawn, zeroed)
 
 
+def row_tile_grid(by_row_tile: tuple) -> tuple:
+    """A CTA for each of (query tiles, heads_q, batch), all along x: along y and z a grid ends at 65535."""
+    tiles, heads, batch = by_row_tile
+    return (tiles * heads * batch, 1, 1)
+
+
+def row_tile_of(values: cute.Tensor) -> tuple:
+    """(tile, head, batch) of a CTA of row_tile_grid. values: modes (_, query tiles, heads_q, batch)."""
+    index, (_, tiles, heads, _) = cute.arch.block_idx()[0], values.shape
+    row = index // tiles
+    return index % tiles, row % heads, row // heads
+
+
 def _lanes(width: int) -> int:
     """That share a row: a power of two."""
     lanes = 1
@@ -111,12 +124,12 @@ def _reset(counters: cute.Tensor, place: Int32):
 
 
 @cute.jit
-def _zero(scratch: Scratch, ahead: Ahead | None, thread: Int32):
-    """The sums of the CTA's tile, if no later kernel does it."""
-    tile, head, batch = cute.arch.block_idx()
+def _zero(scratch: Scratch, ahead: Ahead | None, place: tuple, thread: Int32):
+    """The sums of the CTA's tile, if no later kernel does it. `place`: see row_tile_of."""
+    tile, head, batch = place
     mine = True
     if cutlass.const_expr(ahead is not None):
-        tiles, heads, _ = cute.arch.grid_dim()
+        _, tiles, heads, _ = scratch.rows.shape
         row, within = batch * (heads // ahead.group) + head // ahead.group, head % ahead.group * tiles + tile
         if thread == 0 and within == 0:
             scratch.zeroed[row] = Int32(0)
@@ -144,9 +157,9 @@ def prepare_kernel(
     """A kernel launched with use_pdl starts beside the last CTAs of this one and waits for them where it needs them."""
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
-    tile, head, batch = cute.arch.block_idx()
+    tile, head, batch = row_tile_of(scratch.rows)
     if cutlass.const_expr(scratch.dq is not None):
-        _zero(scratch, ahead, thread)
+        _zero(scratch, ahead, (tile, head, batch), thread)
     if cutlass.const_expr(scratch.counters is not None):
         _reset(scratch.counters, thread + tile + head + batch)
     if cutlass.const_expr(scratch.turns is not None):

@@ -270,7 +270,7 @@ class BackwardSm100(PlainEntry):
         turns = backward_turns(self.pair is not None) if self.deterministic else 0
         scratch = delta.scratch_of(memory, by_row_tile, self.tile_m, width_qk, turns)
         delta.prepare_kernel(do, o, lse, dlse, scratch, self.tile_m, width_v).launch(
-            grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
+            grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
         factors = (scale, scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
@@ -279,13 +279,13 @@ class BackwardSm100(PlainEntry):
         if cutlass.const_expr(self.pair is not None):
             if backward_pairs_pay(k.shape[1]):
                 self.pair.launch(tensors, scratch, factors, (left, right), stream)
-                self._convert(scratch.dq, dq, scale, by_row_tile, PAIR, stream)
+                self._convert(scratch.dq, dq, scale, delta.row_tile_grid(by_row_tile), PAIR, stream)
             else:
                 self._launch_alone(tensors, scratch, factors, (left, right), stream)
-                self._convert(scratch.dq, dq, scale, by_row_tile, 1, stream)
+                self._convert(scratch.dq, dq, scale, delta.row_tile_grid(by_row_tile), 1, stream)
         else:
             self._launch_alone(tensors, scratch, factors, (left, right), stream)
-            self._convert(scratch.dq, dq, scale, by_row_tile, 1, stream)
+            self._convert(scratch.dq, dq, scale, delta.row_tile_grid(by_row_tile), 1, stream)
 
     @cute.jit
     def _launch_alone(self, tensors: tuple, scratch: delta.Scratch, factors: tuple, bounds: tuple, stream):

@@ -107,7 +107,7 @@ class BackwardSm90(PlainEntry):
         scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=True)
         units, ahead = unit_count(sizes, tile), ahead_of(sizes, tile, widths[:2], self.mask)
         delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, ahead).launch(
-            grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
+            grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
         factors = (scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
@@ -122,7 +122,7 @@ class BackwardSm90(PlainEntry):
         )
         shape = (tile.tile_m, self.mmas.dq_columns)
         convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
-            grid=by_row_tile, block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
+            grid=delta.row_tile_grid(by_row_tile), block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel

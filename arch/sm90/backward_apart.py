@@ -35,7 +35,7 @@ class ApartBackwardSm90(PlainEntry):
         by_row_tile = (cute.ceil_div(sizes.seqlen_q, self.tile_m), sizes.heads_q, sizes.batch)
         scratch = delta.scratch_of(memory, by_row_tile, self.tile_m, 0, counters=2)
         delta.prepare_kernel(do, o, lse, dlse, scratch, self.tile_m, self.width_v).launch(
-            grid=by_row_tile, block=(delta.THREADS, 1, 1), stream=stream
+            grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
         factors = (scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):

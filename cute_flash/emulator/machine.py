@@ -243,6 +243,8 @@ class Launch:
     def _clusters(self):
         cx, cy, cz = self.cluster
         gx, gy, gz = self.grid
+        if gx >= 1 << 31 or max(gy, gz) >= 1 << 16:
+            raise IllegalInstruction(f"grid {self.grid} is beyond what a GPU takes: (2147483647, 65535, 65535)")
         if gx % cx or gy % cy or gz % cz:
             raise IllegalInstruction(f"grid {self.grid} is not a multiple of the cluster {self.cluster}")
         return iter([(x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx)])

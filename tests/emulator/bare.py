@@ -32,11 +32,21 @@ def kernel(body: str, pointers: int, block: int) -> str:
 """
 
 
-def run(body: str, *arrays: np.ndarray, block: int = 32, grid: int = 1, cluster: int = 1, shared: int = 4096, **knobs):
-    """Launch with the addresses of the arrays as arguments; they are changed in place. -> the launch."""
+def run(
+    body: str,
+    *arrays: np.ndarray,
+    block: int = 32,
+    grid: int | tuple = 1,
+    cluster: int = 1,
+    shared: int = 4096,
+    **knobs,
+):
+    """Launch with the addresses of the arrays as arguments; they are changed in place. `grid`: (x, y, z), or x alone.
+    -> the launch."""
+    grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
     program = Program(parse(kernel(body, len(arrays), block))["test"])
     params = np.array([a.ctypes.data for a in arrays], np.uint64).view(np.uint8)
-    launch = Launch(program, (grid, 1, 1), (block, 1, 1), (cluster, 1, 1), shared, params, Options(**knobs))
+    launch = Launch(program, grid, (block, 1, 1), (cluster, 1, 1), shared, params, Options(**knobs))
     launch.run()
     return launch
 

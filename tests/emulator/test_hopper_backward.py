@@ -229,3 +229,14 @@ def test_rows_past_the_end_touch_nothing():
         found = direct.backward(BACKENDS[ARCH], *operands, outputs, device=imagined(ARCHES[ARCH], "emulated"))
     for value, right in zip(found, oracle.backward(*inputs.qkv, inputs.dout), strict=True):
         assert oracle.relative_error(value, right) < 4e-3
+
+
+@pytest.mark.parametrize("dims", [64, (192, 128)], ids=str)
+def test_no_grid_ends_where_a_batch_may_go_on(dims):
+    """Along y and z a grid has at most 65535 CTAs, and batches of short sequences are larger: all lie along x."""
+    launches = []
+    each = cell(dims, (70, 70), heads=(2, 1), batch=3)
+    found, inputs, _ = gradients(each, EVERY_DAY[0], launches=launches)
+    assert max(_errors(each, found, inputs)) < 4e-3
+    grids = [launch["grid"] for launch in launches]
+    assert len(grids) == 3 and all(grid[1:] == (1, 1) for grid in grids), grids

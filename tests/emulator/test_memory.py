@@ -1,5 +1,7 @@
 """Memory instructions on a bare kernel: spaces, vectors, matrices, atomics, copies, barriers, clusters, TMEM."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -341,3 +343,10 @@ def test_exit_with_a_load_in_flight():
     source = backing[-backing.ctypes.data % 16 // 4 :][:4]
     with pytest.raises(BadAccess, match="after it has exited"):
         run(body, np.ones(32, np.float32), source, mode="late")
+
+
+@pytest.mark.parametrize("grid", [(1, 1 << 16, 1), (1, 1, 1 << 16), (1 << 31, 1, 1)], ids=str)
+def test_a_grid_that_no_gpu_takes_is_refused(grid):
+    """CUDA programming guide, technical specifications; a GPU says `invalid configuration argument`."""
+    with pytest.raises(IllegalInstruction, match=re.escape(f"grid {grid} is beyond")):
+        run("", grid=grid)

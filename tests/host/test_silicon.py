@@ -86,3 +86,9 @@ def test_the_command_ends_with_a_sentence_before_it_installs_anything():
     done = subprocess.run([ROOT / "scripts" / "silicon"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.count("\n") == 1 and "nvidia-smi finds no GPU here" in done.stderr
+
+
+def test_help_needs_no_gpu():
+    said = subprocess.run([ROOT / "scripts" / "silicon", "--help"], capture_output=True, text=True, timeout=60)
+    assert said.returncode == 0 and said.stdout.startswith("usage: scripts/silicon") and not said.stderr
+    assert "FlashAttention-4" in said.stdout

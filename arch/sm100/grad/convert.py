@@ -4,6 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ...common.delta import row_tile_of
 from ...common.numeric import pack_pair
 from ..schedule import ROWS, WARPGROUP
 from ..tiles import WIDE_ROWS
@@ -31,7 +32,7 @@ def convert_kernel(
     width: cutlass.Constexpr[int],
 ):
     thread, _, _ = cute.arch.thread_idx()
-    tile, head, batch = cute.arch.block_idx()
+    tile, head, batch = row_tile_of(sums)
     share, row = thread // WARPGROUP, thread % WARPGROUP
     mine = cute.make_tensor(sums[None, tile, head, batch].iterator.align(16), dq_vectors(width))[None, None, row]
     values = cute.make_rmem_tensor((VECTOR,), Float32)
@@ -59,7 +60,7 @@ def convert_transposed_kernel(
     """
     width, ctas = shape
     thread, _, _ = cute.arch.thread_idx()
-    tile, head, batch = cute.arch.block_idx()
+    tile, head, batch = row_tile_of(sums)
     rows, parts = dq[batch, None, head, None], cutlass.const_expr(width // ROWS * ctas)
     groups, columns = cutlass.const_expr(ROWS // VECTOR), cutlass.const_expr(ROWS // ctas)
     mine = cute.make_tensor(sums[None, tile, head, batch].iterator.align(16), dq_vectors(WIDE_ROWS * parts))

@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from ...common.delta import row_tile_of
 from ..epilogue import store_direct
 from ..schedule import WARPGROUP
 from .memory import dq_chunks
@@ -22,7 +23,7 @@ def convert_kernel(
 ):
     tile_m, columns = shape
     thread, _, _ = cute.arch.thread_idx()
-    tile, head, batch = cute.arch.block_idx()
+    tile, head, batch = row_tile_of(sums)
     part, lane = cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP
     start = (sums[None, tile, head, batch].iterator + part * (64 * columns)).align(16)
     mine = cute.make_tensor(start, dq_chunks(columns // 2))[None, None, lane]  # (4, columns / 8)
