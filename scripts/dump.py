@@ -40,7 +40,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--lse", action="store_true", help="the forward that writes LSE")
     add("--short", action="store_true", help="the plan for sequences of at most SHORT_KEYS keys")
     add("--split", action="store_true", help="the plan that shares a query tile among CTAs")
-    add("--csv", type=Path, default=None, help="a row for each main loop, in place of the file's")
+    add("--csv", type=Path, default=None, help="a row for each main loop, in place of the file's of the same plans")
     add("--out", type=Path, default=None, help="folder for NAME.ptx, NAME.cubin and NAME.sass")
     add("--import", dest="first", default="", help="import this module before compiling: must not change the PTX")
     return parser.parse_args(argv)
@@ -139,11 +139,27 @@ def keep(folder: Path, name: str, ptx: str, cubin: bytes, text: str) -> None:
         (folder / f"{name}.sass").write_text(text)
 
 
+def write(path: Path, table: Sequence[tuple]) -> None:
+    """Put rows of COLUMNS into a CSV; rows of other plans stay, above them."""
+    kept: list[list[str]] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            head, *kept = csv.reader(file)
+        if tuple(head) != COLUMNS:
+            raise SystemExit(f"{path} has columns {head}, not {list(COLUMNS)}")
+    at = COLUMNS.index("plan")
+    fresh = {row[at] for row in table}
+    with path.open("w", newline="") as file:
+        rows = [row for row in kept if row[at] not in fresh]
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows, *table])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     if args.first:
         importlib.import_module(args.first)
     tool, seen, table = sass.disassembler(), set(), []
+    tree = machine.now()[:10], machine.commit_here()
     for point in (p for text in args.points.split("+") for p in points.parse(text.strip())):
         backend, plan = plan_of(args, point)
         if plan in seen:
@@ -161,9 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 keep(args.out, f"{plan.backend}_{name}_{dims}", ptx, cubin, text)
             start = time.perf_counter()
     if args.csv is not None:
-        with args.csv.open("w", newline="") as file:
-            writer, tree = csv.writer(file, lineterminator="\n"), (machine.now()[:10], machine.commit_here())
-            writer.writerows([COLUMNS, *((*tree, *row) for row in table)])
+        write(args.csv, [(*tree, *row) for row in table])
     return 0
 
 
