@@ -12,6 +12,7 @@ import torch
 
 import cute_flash
 from tests import oracle
+from tests.packed_cases import check_packed, offsets, packed, served
 from tests.runner import Runner
 
 Case = Callable[[Runner], None]
@@ -34,10 +35,6 @@ def refused(run: Runner, name: str, value, error=NotImplementedError) -> None:
             run(q, k, v, **{name: value})
 
 
-def absent(name: str) -> None:
-    assert not hasattr(cute_flash, name), f"{name} exists now: give its case the right value"
-
-
 # ------------------------------------------------------------------------------- softmax numerics and masked rows
 
 
@@ -57,7 +54,8 @@ HALF_ULP_OF_MEANS = 2.0**-8  # P is exactly 1 here, so only the last rounding is
 
 @case(4)
 def rows_without_keys_have_no_nan(run: Runner) -> None:
-    absent("attention_varlen")
+    if served(run):
+        check_packed(run, (76, 34, 146), (1, 1, 1), head_dim=32, causal=True)
     for seqlen_q in (76, 34, 146):  # the sequences of the packed case, one by one: one key each
         q, k, v = (3 * run.randn(1, n, 1, 32, seed=s) for s, n in enumerate((seqlen_q, 1, 1)))
         dout = run.randn(1, seqlen_q, 1, 32, seed=9)
@@ -118,8 +116,21 @@ def causal_is_bottom_right(run: Runner) -> None:
 @case(9)
 def nan_beyond_the_used_keys(run: Runner) -> None:
     """K and V are slices of caches whose tails, and the next batch element's rows, are NaN."""
-    absent("attention_varlen")
-    absent("attention_kvcache")
+    if served(run):
+        q, k, v = run.randn(2, 8, 64), run.randn(80, 8, 64), run.randn(80, 8, 64, seed=1)
+        clean = cute_flash.attention_varlen(
+            q[:1],
+            k[:40],
+            v[:40],
+            cu_seqlens_q=offsets(run, (1,)),
+            cu_seqlens_k=offsets(run, (40,)),
+            backend=run.backend,
+        )
+        for poisoned in (k, v):
+            poisoned[40:] = math.nan
+            (out, _), _ = packed(run, q, k, v, (1, 1), (40, 40))
+            assert torch.equal(out[:1], clean)
+            assert torch.all(out[1].isnan())
     caches = [run.randn(3, 200, 8, 64, seed=s) for s in (1, 2)]
     for cache in caches:
         cache[:, 40:] = math.nan
@@ -239,7 +250,10 @@ def head_dims_that_are_not_multiples_of_8(run: Runner) -> None:
 
 @case(22)
 def zero_length_sequences_in_a_pack(run: Runner) -> None:
-    absent("attention_varlen")
+    if served(run):
+        check_packed(run, (0, 120, 84, 0), (253, 174, 84, 307), heads=(4, 1), causal=True)
+        check_packed(run, (0, 0, 102), (0, 1, 204), heads=(4, 1), causal=True)
+        check_packed(run, (5, 7), (0, 9), heads=(4, 1))
     for seqlen_q, seqlen_k in ((0, 9), (5, 0), (1, 1)):  # the sequences of the packed case, one by one
         q, k, v = run.randn(1, seqlen_q, 4, 64), run.randn(1, seqlen_k, 1, 64), run.randn(1, seqlen_k, 1, 64)
         (out, lse), grads = run.gradients(q, k, v, torch.ones_like(q), causal=True)
@@ -291,9 +305,14 @@ def head_counts_that_do_not_divide(run: Runner) -> None:
 
 @case(29)
 def very_many_short_sequences(run: Runner) -> None:
-    absent("attention_varlen")
     q, k, v = (run.randn(3000, 16, 1, 64, seed=s) for s in range(3))  # dense: the batch, not a scan over offsets
     run.check(q, k, v)
+    if served(run):
+        out, lse = cute_flash.attention_varlen(
+            *(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens_q=offsets(run, [16] * 3000),
+            cu_seqlens_k=offsets(run, [16] * 3000), return_lse=True, backend=run.backend,
+        )  # fmt: skip
+        run.check(q, k, v, result=(out.view(q.shape), lse.view(1, 3000, 16).transpose(0, 1)))
 
 
 # --------------------------------------------------------------------------------------- layout, alignment, size
@@ -417,7 +436,9 @@ def deterministic_gradients(run: Runner) -> None:
 
 @case(52)
 def short_last_sequences_of_a_pack(run: Runner) -> None:
-    absent("attention_varlen")
+    if served(run):
+        for sequences in (1, 5):
+            check_packed(run, (128, 128, 44, 1) * sequences, (128, 128, 44, 1) * sequences, causal=True)
     for seqlen in (128, 44, 1):
         q, k, v = (run.randn(3, seqlen, 1, 64, seed=s) for s in range(3))
         if seqlen > 1:
@@ -426,7 +447,12 @@ def short_last_sequences_of_a_pack(run: Runner) -> None:
 
 @case(56)
 def no_new_plan_for_another_length_or_batch(run: Runner) -> None:
-    absent("attention_varlen")
+    if served(run):
+        q, cu = run.randn(8, 1, 16), offsets(run, (3, 5))
+        with pytest.raises(TypeError, match="max_seqlen_q"):  # a tensor would be read by the host, and be a key
+            cute_flash.attention_varlen(
+                q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=torch.tensor(5), backend=run.backend
+            )
     plans = set()
     for batch, seqlen in ((1, 1000), (1, 1001), (1, 1002), (2, 1000), (3, 1000), (4, 1000)):
         q = run.randn(1, 1, 4, 64).expand(batch, seqlen, 4, 64)
