@@ -15,7 +15,7 @@ import math
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,12 +166,13 @@ def rows() -> Iterator[dict]:
             yield {**named, **code, **counts}
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m perf.blackwell", description=__doc__.splitlines()[0])
+def tell(rows: Iterable[dict], prog: str, description: str, argv: list[str] | None) -> int:
+    """Prints rows as they come and, asked to, keeps them."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--csv", type=Path, default=None)
     args = parser.parse_args(argv)
     found = []
-    for row in rows():
+    for row in rows:
         found.append(row)
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
         if args.csv is not None:
@@ -180,6 +181,10 @@ def main(argv: list[str] | None = None) -> int:
                 writer.writeheader()
                 writer.writerows(found)
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return tell(rows(), "python -m perf.blackwell", __doc__.splitlines()[0], argv)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,11 @@ instructions; perf/model.py the cycles of each pipe. Per tile means per 128 x 12
 
 from __future__ import annotations
 
-import argparse
-import csv
 import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +21,7 @@ from cute_flash.spec.device import ARCHES, imagined
 from cute_flash.spec.mask import CAUSAL, FULL
 from cute_flash.spec.problem import BACKWARD, Problem
 from perf import model
-from perf.blackwell import ARCH, SEQLEN, _keeping
+from perf.blackwell import ARCH, SEQLEN, _keeping, tell
 from scripts import sass
 
 PICKS = [(d, causal) for d in (64, 128) for causal in (False, True)]
@@ -120,19 +117,7 @@ def rows() -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m perf.blackwell_backward", description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, default=None)
-    args = parser.parse_args(argv)
-    found = []
-    for row in rows():
-        found.append(row)
-        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-        if args.csv is not None:
-            with args.csv.open("w", newline="") as file:
-                writer = csv.DictWriter(file, found[0])
-                writer.writeheader()
-                writer.writerows(found)
-    return 0
+    return tell(rows(), "python -m perf.blackwell_backward", __doc__.splitlines()[0], argv)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ As test_triton_interpreter does: one server process interprets, and answers a li
 
 import json
 import math
-import os
-import subprocess
 import sys
 from dataclasses import asdict
 
@@ -18,7 +16,8 @@ from cute_flash.spec.problem import CACHE, FEW, FORWARD, Problem
 from tests import oracle
 from tests.cached import CacheCase, exact, lens_of, make_inputs
 
-from .test_triton_interpreter import H200, ROOT, Output, repair_interpreter
+from .interpreted import check_answer, interpreter
+from .test_triton_interpreter import H200, Output, repair_interpreter
 
 LITTLE = {"dtype": "float32"}
 LENS = (0, 1, 31, 33, 100)
@@ -120,25 +119,13 @@ def serve() -> None:
 
 @pytest.fixture(scope="module")
 def server():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.host.test_triton_cache"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
-    )  # fmt: skip
-    yield process
-    process.stdin.close()
-    process.wait(timeout=60)
+    with interpreter("tests.host.test_triton_cache") as process:
+        yield process
 
 
 @pytest.mark.parametrize(("case", "how"), CASES, ids=str)
 def test_against_float64(server, case, how):
-    server.stdin.write(json.dumps([asdict(case), how]) + "\n")
-    server.stdin.flush()
-    answer = server.stdout.readline()
-    assert answer, "the interpreter process ended: its error is on stderr"
-    for name, error in json.loads(answer).items():
-        assert error <= (1.0 if name == "lse" else 1e-5 if case.dtype == "float32" else 1e-3), (name, error)
+    check_answer(server, [asdict(case), how], case.dtype)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,8 @@ interpreter has no bfloat16 dot.
 
 import json
 import math
-import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +19,8 @@ from cute_flash.spec.plan import Tile
 from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 from tests import oracle
 
-ROOT = Path(__file__).resolve().parents[2]
+from .interpreted import check_answer, interpreter
+
 H200 = Device("cuda", 0, "simulated", (9, 0), 132)
 SENTINEL = 77.0  # around every output: a write outside shows
 
@@ -204,30 +202,13 @@ def serve() -> None:
 
 @pytest.fixture(scope="module")
 def server():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.host.test_triton_interpreter"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
-    )  # fmt: skip
-    yield process
-    process.stdin.close()
-    process.wait(timeout=60)
-
-
-def errors_of(server, case: Case) -> dict[str, float]:
-    server.stdin.write(json.dumps(asdict(case)) + "\n")
-    server.stdin.flush()
-    answer = server.stdout.readline()
-    assert answer, "the interpreter process ended: its error is on stderr"
-    return json.loads(answer)
+    with interpreter("tests.host.test_triton_interpreter") as process:
+        yield process
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_gradients(server, case: Case):
-    tolerance = 1e-5 if case.dtype == "float32" else 1e-3
-    for name, error in errors_of(server, case).items():
-        assert error <= (1.0 if name == "lse" else tolerance), (name, error)
+    check_answer(server, asdict(case), case.dtype)
 
 
 if __name__ == "__main__":
