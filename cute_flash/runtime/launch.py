@@ -15,7 +15,7 @@ from ..spec.device import Device
 from ..spec.errors import BackendBuildError
 from ..spec.mask import FULL
 from ..spec.problem import Problem
-from ..spec.scratch import ScratchRule
+from ..spec.scratch import ScratchRule, TableRule
 from ..spec.splits import SplitRule, rule_of
 from . import compiler, counters, dispatch, report
 from .dispatch import Decision
@@ -335,6 +335,18 @@ def bind_forward(
     return padded
 
 
+def with_table(forward: Forward, rule: TableRule) -> Forward:
+    """For packed sequences, whose lengths are the first two of the numbers: room for the kernel's table is the last."""
+
+    def prepared(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, batch: int, seqlen_q: int, seqlen_k: int
+    ) -> Outputs:
+        table = q.new_empty(rule.elements(numbers[0].shape[0] - 1), dtype=torch.int32)
+        return forward(q, k, v, (*numbers, table), batch, seqlen_q, seqlen_k)
+
+    return prepared
+
+
 def _pad(tensor: torch.Tensor, pad: int) -> torch.Tensor:
     """Zero columns at the end: they add nothing to any score and fall off the output."""
     return F.pad(tensor, (0, pad)) if pad else tensor
@@ -344,7 +356,7 @@ def _unpad(tensor: torch.Tensor, pad: int) -> torch.Tensor:
     return tensor[..., :-pad].contiguous() if pad else tensor
 
 
-def bind_backward(kernel: Kernel, site: Site, scratch: ScratchRule | None) -> Backward:
+def bind_backward(kernel: Kernel, site: Site, scratch: ScratchRule | TableRule | None) -> Backward:
     """(dout, q, k, v, out, lse, dlse, *numbers) -> (dq, dk, dv), contiguous."""
     names = ("dout", "q", "k", "v", "out")
 
@@ -352,7 +364,7 @@ def bind_backward(kernel: Kernel, site: Site, scratch: ScratchRule | None) -> Ba
         _, q, k, v, *_ = operands
         gradients = q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
         operands = operands[:7] + gradients + operands[7:]
-        if scratch is not None:
+        if isinstance(scratch, ScratchRule):
             batch, seqlen_q, heads_q, _ = q.shape
             operands += (q.new_empty(scratch.elements(batch, heads_q, seqlen_q), dtype=torch.float32),)
         try:
@@ -477,6 +489,9 @@ def prepare_problem(
         group_rows(decision, options.backend, site[0]),
         Splitter(decision, site[0], packs=True),
     )
+    table = decision.backend.scratch(decision.plan)
+    if isinstance(table, TableRule):
+        forward = with_table(forward, table)
     return Call(forward, default_scale(problem.head_dim), options.return_lse, backwards)
 
 
