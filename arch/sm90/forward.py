@@ -121,7 +121,7 @@ class ForwardSm90(ForwardEntry):
             table = table_of(packed[2], sequences)
             launch_prepare(lengths, table, tile.tile_m, stream)
             units = self.units.bound(sizes, sequences)
-            options = {"min_blocks_per_mp": self.ctas_together, "use_pdl": True}
+            options = {"min_blocks_per_mp": self.ctas_together, "preferred_smem_carveout": 100, "use_pdl": True}
         else:
             units = self.units.count(sizes, splits)
         self.kernel(sources, (lse, o_partial, counter, out), scale_log2, cap_factor, sizes, layouts, table).launch(
