@@ -1,4 +1,4 @@
-"""Packed sequences, forward, beside FlashAttention-4 and PyTorch's own: `python -m perf.varlen --points lognormal,64`.
+"""Packed sequences, forward, beside FlashAttention-3, FlashAttention-4 and PyTorch's own: `python -m perf.varlen --points lognormal,64`.
 
 16 heads, head dim 128, bfloat16, causal. `lognormal`: 64 sequences, the longest about 7k; a number: as many tokens a
 sequence as it says, 262144 in all. TFLOP/s counts visible pairs of each sequence.
@@ -39,6 +39,16 @@ def _fa4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor
     return run
 
 
+def _fa3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int) -> Run:
+    from fa3_fwd_interface import flash_attn_varlen_func
+
+    def run() -> torch.Tensor:
+        found = flash_attn_varlen_func(q, k, v, starts, starts, longest, longest, causal=True)
+        return found[0] if isinstance(found, tuple) else found
+
+    return run
+
+
 def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int) -> Run:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -56,6 +66,8 @@ def contestants(lengths: list[int]) -> dict[str, Callable[[], Run]]:
     return {
         "ours": lambda: functools.partial(ours, max_seqlen_q=longest, max_seqlen_k=longest),
         "ours-no-hint": lambda: ours,
+        "triton": lambda: functools.partial(ours, max_seqlen_q=longest, max_seqlen_k=longest, backend="triton"),
+        "fa3": lambda: _fa3(q, k, v, starts, longest),
         "fa4": lambda: _fa4(q, k, v, starts, longest),
         "torch": lambda: _torch(q, k, v, starts, longest),
     }

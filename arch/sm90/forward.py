@@ -187,7 +187,13 @@ class ForwardSm90(ForwardEntry):
 
     @cute.jit
     def load_role(
-        self, pipes: tuple, sources: Sources, smem: tuple, sizes: Sizes, splits: Int32 | Table, counter: cute.Tensor | None
+        self,
+        pipes: tuple,
+        sources: Sources,
+        smem: tuple,
+        sizes: Sizes,
+        splits: Int32 | Table,
+        counter: cute.Tensor | None,
     ):
         pipes, tickets = pipes
         if cutlass.const_expr(self.packed):
@@ -220,7 +226,9 @@ class ForwardSm90(ForwardEntry):
             if cutlass.const_expr(not self.walk.carries):
                 following = ticket.work
                 if ticket.live != 0:  # one slot is filled between two tiles: from L2, not from further away
-                    prefetch(tile_copy(sources.q, s_q, q_box, (following.m_block, 0), following.head, places(ticket)[0]))
+                    prefetch(
+                        tile_copy(sources.q, s_q, q_box, (following.m_block, 0), following.head, places(ticket)[0])
+                    )
             states = load_keys(pipes, states, loads, tiles.first, late)
             states = load_last(pipes, states, loads, tiles)
             step += 1

@@ -153,6 +153,7 @@ def packed_tile(problem: Problem, softcap: bool) -> Tile:
         return PACKED_FEW
     return forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask), problem.short and not softcap, softcap)
 
+
 TABLE = TableRule(words_per_sequence=5, words=6)  # what prepares a launch for packed sequences: sequences.py
 
 

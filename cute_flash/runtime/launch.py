@@ -30,6 +30,7 @@ from .request import (
     needs_grad,
     scale_copy,
 )
+from .tables import with_table
 
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
@@ -335,18 +336,6 @@ def bind_forward(
     return padded
 
 
-def with_table(forward: Forward, rule: TableRule) -> Forward:
-    """For packed sequences, whose lengths are the first two of the numbers: room for the kernel's table is the last."""
-
-    def prepared(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, batch: int, seqlen_q: int, seqlen_k: int
-    ) -> Outputs:
-        table = q.new_empty(rule.elements(numbers[0].shape[0] - 1), dtype=torch.int32)
-        return forward(q, k, v, (*numbers, table), batch, seqlen_q, seqlen_k)
-
-    return prepared
-
-
 def _pad(tensor: torch.Tensor, pad: int) -> torch.Tensor:
     """Zero columns at the end: they add nothing to any score and fall off the output."""
     return F.pad(tensor, (0, pad)) if pad else tensor
@@ -489,9 +478,7 @@ def prepare_problem(
         group_rows(decision, options.backend, site[0]),
         Splitter(decision, site[0], packs=True),
     )
-    table = decision.backend.scratch(decision.plan)
-    if isinstance(table, TableRule):
-        forward = with_table(forward, table)
+    forward = with_table(forward, decision.backend.scratch(decision.plan))
     return Call(forward, default_scale(problem.head_dim), options.return_lse, backwards)
 
 

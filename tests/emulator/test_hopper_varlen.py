@@ -109,4 +109,3 @@ def test_lengths_out_of_order_touch_nothing_else(seed):
     fields = {"cu_seqlens_q": wild, "cu_seqlens_k": wild.flip(0).contiguous()}
     attend(case, Inputs(**{**vars(inputs), **fields}), SCHEDULES[seed], 3)
     check(case, inputs, attend(case, inputs, SCHEDULES[seed], 3))
-
