@@ -1,7 +1,7 @@
 """Packed sequences in memory: the rows of one of them, for TMA and for direct access.
 
-A TMA descriptor has one bound for all its boxes, but a sequence ends where the next one begins. So the rows become three
-modes: rows x < BOUND of stride s, y of stride s, z of stride WRAP - s. Row r of a sequence of n rows from row f on is at
+A TMA descriptor has one bound for all its boxes, but a sequence ends where the next one begins. So the rows become
+three modes, x < BOUND and y of the rows' stride s, z of stride WRAP - s. Row r of a sequence of n rows from row f on is
 
     x = BOUND - n + r,  y = f + n,  z = BOUND:    x s + y s + z (WRAP - s) = (f + r) s + BOUND WRAP
 

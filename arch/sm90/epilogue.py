@@ -46,7 +46,8 @@ def registers_to_smem(o: cute.Tensor, room: cute.Tensor, thread: Int32, width_v:
 
 @cute.jit
 def store_output(o: cute.Tensor, out: OutputRoom, target: tuple, thread: Int32, shape: cutlass.Constexpr):
-    """`target`: (work, the batch or the rows of a packed sequence). Rows past seqlen_q and columns past head_dim_v are clipped by TMA. The store is left in flight."""
+    """`target`: (work, the batch or a packed sequence's rows). Rows past their end and columns past head_dim_v are
+    clipped by TMA. The store is left in flight."""
     work, place = target
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     storing = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
