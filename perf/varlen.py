@@ -1,4 +1,4 @@
-"""Packed sequences, forward, beside FlashAttention-3, FlashAttention-4 and PyTorch's own: `python -m perf.varlen --points lognormal,64`.
+"""Packed sequences, forward, beside FlashAttention-3 and 4 and PyTorch's own: `python -m perf.varlen --points 64`.
 
 16 heads, head dim 128, bfloat16, causal. `lognormal`: 64 sequences, the longest about 7k; a number: as many tokens a
 sequence as it says, 262144 in all. TFLOP/s counts visible pairs of each sequence.

@@ -1,4 +1,4 @@
-"""Our Hopper forward of packed sequences, emulated, against float64: lengths, masks, NaN next door, lengths out of order.
+"""Our Hopper forward of packed sequences, emulated, against float64: lengths, masks, NaN next door, wrong lengths.
 
 Every run: each case under one schedule, rotating by day. scripts/test --all: each case under four.
 """
