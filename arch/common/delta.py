@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from .numeric import LOG2_E, NEG_INF
+from .ragged import slot_rows
 
 THREADS = 128
 VECTOR = 8  # 16-bit elements in 16 bytes
@@ -153,8 +154,11 @@ def prepare_kernel(
     tile_m: cutlass.Constexpr[int],
     width_v: cutlass.Constexpr[int],
     ahead: Ahead | None = None,
+    starts: cute.Tensor | None = None,
 ):
-    """A kernel launched with use_pdl starts beside the last CTAs of this one and waits for them where it needs them."""
+    """A kernel launched with use_pdl starts beside the last CTAs of this one and waits for them where it needs them.
+
+    `starts` of packed sequences: (sequences + 1,) Int32; tiles are slots then, see ragged.py."""
     cute.arch.griddepcontrol_launch_dependents()
     thread, _, _ = cute.arch.thread_idx()
     tile, head, batch = row_tile_of(scratch.rows)
@@ -172,11 +176,15 @@ def prepare_kernel(
     steps, rows_together = tile_m * lanes // THREADS, THREADS // lanes
     column = thread % lanes * VECTOR
     inside = cutlass.min(column, do_rows.shape[1] - VECTOR)
+    first, end, total = tile * tile_m, do_rows.shape[0], do_rows.shape[0]
+    if cutlass.const_expr(starts is not None):
+        slot = slot_rows(starts, tile, total, tile_m)
+        first, end = slot.rows.first + slot.tile * tile_m, slot.rows.first + slot.rows.count
     for start in cutlass.range_constexpr(0, steps, TOGETHER):
         loaded = []
         for step in cutlass.range_constexpr(start, min(start + TOGETHER, steps)):
             # what does not exist is read elsewhere and given no weight: loads that depend on nothing are all in flight
-            row = cutlass.min(tile * tile_m + step * rows_together + thread // lanes, do_rows.shape[0] - 1)
+            row = cutlass.min(first + step * rows_together + thread // lanes, total - 1)
             shift = dlse[batch, head, row] if cutlass.const_expr(dlse is not None) else Float32(0.0)
             vectors = _row_vector(do_rows, row, inside), _row_vector(o_rows, row, inside)
             loaded.append((*vectors, lse[batch, head, row], shift))
@@ -187,7 +195,7 @@ def prepare_kernel(
             total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             total = Float32(cutlass.select_(column == inside, total, Float32(0.0)))
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes) - shift
-            seen = (tile * tile_m + in_tile < do_rows.shape[0]) & (value != NEG_INF)
+            seen = (first + in_tile < end) & (value != NEG_INF)
             place = value_place(in_tile, tile_m)
             if column == 0:
                 values[place] = Float32(cutlass.select_(seen, value * LOG2_E, Float32(-NEG_INF)))

@@ -43,7 +43,7 @@ class Sm90Backend:
             draws=tiles.draws(tiles.width(dims[0]), tiles.width(dims[1]), str(mask), problem.short, softcap),
             tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap),
         )
-        if problem.form == PACKED:
+        if problem.direction == FORWARD and problem.form == PACKED:
             tile = tiles.packed_tile(problem, softcap)
             ctas = problem.device.sm_count * tiles.forward_ctas(tile, forward.head_dim, forward.head_dim_v)
             return replace(forward, form=PACKED, tile=tile, ctas=ctas, draws=True)
@@ -52,6 +52,7 @@ class Sm90Backend:
         widths, tile = tiles.backward_widths(*dims), tiles.backward_tile(*dims, forward.plain)
         return replace(
             forward,
+            form=problem.form,
             head_dim=widths[0],
             head_dim_v=widths[1],
             lse_grad=problem.lse_grad,
@@ -67,9 +68,9 @@ class Sm90Backend:
         return replace(plan, variant=tiles.SPLIT, draws=False) if shares else None
 
     def scratch(self, plan: Plan) -> ScratchRule | TableRule | None:
-        if plan.form == PACKED:
-            return tiles.TABLE
-        return tiles.backward_scratch(plan) if plan.direction == BACKWARD else None
+        if plan.direction == BACKWARD:
+            return tiles.backward_scratch(plan)
+        return tiles.TABLE if plan.form == PACKED else None
 
     def pack(self, plan: Plan) -> Plan | None:
         return None

@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 
 from ..common.blocks import key_tiles, never_none, window_tiles
 from ..common.order import Sizes, WorkTile, head_by_head, longest_first
-from ..common.ragged import Place, Rows
+from ..common.ragged import Place, Rows, last_reached, rows_of, slots_of
 from .queue import Ticket
 from .units import Unit, Units
 
@@ -30,6 +30,7 @@ class Table(NamedTuple):
 
     rows: cute.Tensor  # (4, entries) Int32: first row and rows of q, first row and rows of k
     starts: cute.Tensor  # (entries + 1,) Int32: query tiles of a head before those of the entry; of all of them
+    order: cute.Tensor  # (entries,) Int32: which sequence the entry is
 
 
 def table_of(memory: cute.Tensor, sequences: Int32) -> Table:
@@ -37,7 +38,8 @@ def table_of(memory: cute.Tensor, sequences: Int32) -> Table:
     entries = sequences + 1
     rows = cute.make_tensor(memory.iterator, cute.make_layout((4, entries)))
     starts = cute.make_tensor(memory.iterator + 4 * entries, cute.make_layout(entries + 1))
-    return Table(rows, starts)
+    order = cute.make_tensor(memory.iterator + 5 * entries + 1, cute.make_layout(entries))
+    return Table(rows, starts, order)
 
 
 class Lengths(NamedTuple):
@@ -50,18 +52,8 @@ class Lengths(NamedTuple):
 
 
 @cute.jit
-def _rows_of(starts: cute.Tensor, index: Int32, total: Int32) -> Rows:
-    """Within the tensor, whatever the lengths say."""
-    first = cutlass.min(cutlass.max(starts[index], 0), total)
-    last = total
-    if index + 1 < starts.shape[0]:
-        last = cutlass.min(starts[index + 1], total)
-    return Rows(first, cutlass.max(last - first, 0))
-
-
-@cute.jit
 def place_of(lengths: Lengths, index: Int32) -> Place:
-    q, k = _rows_of(lengths.starts_q, index, lengths.total_q), _rows_of(lengths.starts_k, index, lengths.total_k)
+    q, k = rows_of(lengths.starts_q, index, lengths.total_q), rows_of(lengths.starts_k, index, lengths.total_k)
     keys = k.count
     if index + 1 == lengths.starts_q.shape[0]:
         keys = Int32(0)
@@ -73,10 +65,10 @@ def _tiles(place: Place, tile_m: int) -> Int32:
 
 
 @cute.jit
-def _write(table: Table, rank: Int32, place: Place, start: Int32):
+def _write(table: Table, rank: Int32, index: Int32, place: Place, start: Int32):
     entry = table.rows[None, rank]
     entry[0], entry[1], entry[2], entry[3] = place.q.first, place.q.count, place.k.first, place.k.count
-    table.starts[rank] = start
+    table.starts[rank], table.order[rank] = start, index
 
 
 def _add(x: Int32, y: Int32) -> Int32:
@@ -104,7 +96,7 @@ def _ranked(lengths: Lengths, table: Table, index: Int32, tile_m: cutlass.Conste
             before = _add(before, tiles)
     rank, before, total = _warp_total(rank), _warp_total(before), _warp_total(total)
     if lane == 0:
-        _write(table, rank, mine, before)
+        _write(table, rank, index, mine, before)
         if index == 0:
             table.starts[entries] = total
 
@@ -143,7 +135,7 @@ def _counted(lengths: Lengths, table: Table, tile_m: cutlass.Constexpr):
         if other < warp:
             before = _add(before, sums[other, 1])
     if index < entries:
-        _write(table, index, mine, before)
+        _write(table, index, index, mine, before)
         if index == entries - 1:
             table.starts[entries] = _add(before, tiles)
 
@@ -169,41 +161,39 @@ def launch_prepare(lengths: Lengths, table: Table, tile_m: cutlass.Constexpr, st
     )
 
 
-@cute.jit
-def _entry_at(starts: cute.Tensor, tile: Int32) -> Int32:
-    """By a warp: the last entry whose first query tile is `tile` or before it."""
-    lane, first, count = cute.arch.lane_idx(), Int32(0), cute.size(starts) - 1
-    while count > 1:
-        step = (count + 31) // 32
-        start = Int32(TILES_MAX)
-        if lane * step < count:
-            start = starts[first + lane * step]
-        reached = cute.arch.popc(cute.arch.vote_ballot_sync(start <= tile))
-        skipped = cutlass.max(reached - 1, 0) * step
-        first += skipped
-        count = cutlass.min(step, count - skipped)
-    return first
+def entry_at(table: Table, tile: Int32) -> Int32:
+    """By a warp: the one that has this tile, of those of a head."""
+    return last_reached(table.starts, cute.size(table.order), tile, 0, 0)
+
+
+def place_at(table: Table, entry: Int32) -> Place:
+    numbers = cute.make_tensor(table.rows[None, entry].iterator.align(16), cute.make_layout(4)).load()
+    return Place(Rows(numbers[0], numbers[1]), Rows(numbers[2], numbers[3]))
+
+
+def tile_total(table: Table, heads: Int32) -> Int32:
+    """Tiles of all sequences and heads. Their numbers, and some beyond, are 32-bit."""
+    most = ((1 << 31) - (1 << 16)) // heads
+    return cutlass.min(table.starts[cute.size(table.order)], most) * heads
 
 
 class PackedUnits(Units):
     """Of one Plan for packed sequences; `table` stands where splits of keys do."""
 
     def bound(self, sizes: Sizes, sequences: Int32) -> Int32:
-        """As many as there may be, on the host: of the tiles of a sequence all but the last are full."""
-        return (sizes.seqlen_q // self.tile.tile_m + sequences + 1) * sizes.heads_q
+        """As many as there may be, on the host."""
+        return slots_of(sizes.seqlen_q, sequences, self.tile.tile_m) * sizes.heads_q
 
     def count(self, sizes: Sizes, table: Table) -> Int32:
-        most = ((1 << 31) - (1 << 16)) // sizes.heads_q  # numbers of units, and some beyond, are 32-bit
-        return cutlass.min(table.starts[cute.size(table.starts) - 1], most) * sizes.heads_q
+        return tile_total(table, sizes.heads_q)
 
     @cute.jit
     def ticket(self, index: Int32, sizes: Sizes, table: Table) -> Ticket:
         live, entry, start = Int32(index < self.count(sizes, table)), Int32(0), Int32(0)
         if live != 0:
-            entry = _entry_at(table.starts, index // sizes.heads_q)
+            entry = entry_at(table, index // sizes.heads_q)
             start = table.starts[entry]
-        numbers = cute.make_tensor(table.rows[None, entry].iterator.align(16), cute.make_layout(4)).load()
-        place = Place(Rows(numbers[0], numbers[1]), Rows(numbers[2], numbers[3]))
+        place = place_at(table, entry)
         work = self.work(index - start * sizes.heads_q, place, sizes)
         return Ticket(live, work, Int32(0), place)
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import Problem
+from cute_flash.spec.problem import PACKED, Problem
 from cute_flash.spec.scratch import ScratchRule, TableRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
@@ -154,7 +154,8 @@ def packed_tile(problem: Problem, softcap: bool) -> Tile:
     return forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask), problem.short and not softcap, softcap)
 
 
-TABLE = TableRule(words_per_sequence=5, words=6)  # what prepares a launch for packed sequences: sequences.py
+TABLE = TableRule(words_per_sequence=6, words=7)  # what prepares a launch for packed sequences: sequences.py
+PACKED_TABLE_ALIGN = 32  # words: a backward's scratch begins after its table, at 128 bytes
 
 
 ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward take turns at dQ
@@ -246,4 +247,5 @@ def backward_scratch(plan: Plan) -> ScratchRule:
     if plan.variant == APART:
         return ScratchRule(plan.tile.tile_m, 2, 2)
     width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
-    return ScratchRule(plan.tile.tile_m, width_dq + 2, 4 if plan.deterministic else 2)
+    rule = ScratchRule(plan.tile.tile_m, width_dq + 2, 4 if plan.deterministic else 2)
+    return replace(rule, table=TABLE, table_align=PACKED_TABLE_ALIGN) if plan.form == PACKED else rule

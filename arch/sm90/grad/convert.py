@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from ...common.delta import row_tile_of
+from ...common.ragged import only_rows, slot_rows
 from ..epilogue import store_direct
 from ..schedule import WARPGROUP
 from .memory import dq_chunks
@@ -20,6 +21,7 @@ def convert_kernel(
     dq: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
     scale: Float32,
     shape: cutlass.Constexpr,  # (tile_m, columns of a part, which has 64 rows); a warpgroup of this kernel a part
+    starts: cute.Tensor | None = None,  # of packed sequences; tiles are slots then, see common/ragged.py
 ):
     tile_m, columns = shape
     thread, _, _ = cute.arch.thread_idx()
@@ -31,6 +33,9 @@ def convert_kernel(
     for chunk in cutlass.range_constexpr(columns // 8):
         cute.autovec_copy(mine[None, chunk], values[None, chunk])
     values.store(values.load() * scale)
+    if cutlass.const_expr(starts is not None):
+        slot = slot_rows(starts, tile, dq.shape[1], tile_m)
+        tile, dq = slot.tile, only_rows(dq, 1, slot.rows)
     row, column = tile * tile_m, 0
     if cutlass.const_expr(tile_m == 64):
         column = part * columns
