@@ -176,15 +176,15 @@ def prepare_kernel(
     steps, rows_together = tile_m * lanes // THREADS, THREADS // lanes
     column = thread % lanes * VECTOR
     inside = cutlass.min(column, do_rows.shape[1] - VECTOR)
-    first, end, total = tile * tile_m, do_rows.shape[0], do_rows.shape[0]
+    first, end, rows = tile * tile_m, do_rows.shape[0], do_rows.shape[0]
     if cutlass.const_expr(starts is not None):
-        slot = slot_rows(starts, tile, total, tile_m)
+        slot = slot_rows(starts, tile, rows, tile_m)
         first, end = slot.rows.first + slot.tile * tile_m, slot.rows.first + slot.rows.count
     for start in cutlass.range_constexpr(0, steps, TOGETHER):
         loaded = []
         for step in cutlass.range_constexpr(start, min(start + TOGETHER, steps)):
             # what does not exist is read elsewhere and given no weight: loads that depend on nothing are all in flight
-            row = cutlass.min(first + step * rows_together + thread // lanes, total - 1)
+            row = cutlass.min(first + step * rows_together + thread // lanes, rows - 1)
             shift = dlse[batch, head, row] if cutlass.const_expr(dlse is not None) else Float32(0.0)
             vectors = _row_vector(do_rows, row, inside), _row_vector(o_rows, row, inside)
             loaded.append((*vectors, lse[batch, head, row], shift))

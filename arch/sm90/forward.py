@@ -206,7 +206,12 @@ class ForwardSm90(ForwardEntry):
         v_box = (self.width_v, self.tile.tile_n)
         states = forward_states(pipelines.PipelineUserType.Producer, self.walk.q_slots, self.tile.stages)
         ticket_state = ticket_states(pipelines.PipelineUserType.Producer)
-        ticket, step = self.units.ticket(rounds.unit(0), sizes, splits), Int32(0)
+        entry, index, step = Int32(0), rounds.unit(0), Int32(0)
+        if cutlass.const_expr(self.packed):
+            index *= self.units.together
+            ticket, entry = self.units.ticket(index, sizes, splits, entry)
+        else:
+            ticket = self.units.ticket(index, sizes, splits)
         ticket_state = publish(tickets, ticket_state, ticket)
         while ticket.live != 0:
             unit = self.units.unit(ticket, sizes, splits)
@@ -221,7 +226,11 @@ class ForwardSm90(ForwardEntry):
             # as late as the answer can still be there in time: who is ready first shall draw first
             late = cutlass.min(tiles.first + DRAW_LEAD, tiles.last - 1)
             states = load_keys(pipes, states, loads, late, tiles.last - 1)
-            ticket = self.units.ticket(following_unit(rounds, step, units, counter), sizes, splits)
+            if cutlass.const_expr(self.packed):
+                index = self.units.following(index, units, counter)
+                ticket, entry = self.units.ticket(index, sizes, splits, entry)
+            else:
+                ticket = self.units.ticket(following_unit(rounds, step, units, counter), sizes, splits)
             ticket_state = publish(tickets, ticket_state, ticket)
             if cutlass.const_expr(not self.walk.carries):
                 following = ticket.work

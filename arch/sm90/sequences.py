@@ -13,10 +13,13 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
+from cute_flash.spec.plan import Plan
+
 from ..common.blocks import key_tiles, never_none, window_tiles
 from ..common.order import Sizes, WorkTile, head_by_head, longest_first
 from ..common.ragged import Place, Rows, last_reached, rows_of, slots_of
-from .queue import Ticket
+from .queue import Ticket, draw
+from .tiles import drawn_together
 from .units import Unit, Units
 
 THREADS = 1024
@@ -180,6 +183,10 @@ def tile_total(table: Table, heads: Int32) -> Int32:
 class PackedUnits(Units):
     """Of one Plan for packed sequences; `table` stands where splits of keys do."""
 
+    def __init__(self, plan: Plan):
+        super().__init__(plan)
+        self.together = drawn_together(plan.tile)
+
     def bound(self, sizes: Sizes, sequences: Int32) -> Int32:
         """As many as there may be, on the host."""
         return slots_of(sizes.seqlen_q, sequences, self.tile.tile_m) * sizes.heads_q
@@ -188,14 +195,27 @@ class PackedUnits(Units):
         return tile_total(table, sizes.heads_q)
 
     @cute.jit
-    def ticket(self, index: Int32, sizes: Sizes, table: Table) -> Ticket:
-        live, entry, start = Int32(index < self.count(sizes, table)), Int32(0), Int32(0)
-        if live != 0:
-            entry = entry_at(table, index // sizes.heads_q)
-            start = table.starts[entry]
+    def following(self, index: Int32, units: Int32, counter: cute.Tensor) -> Int32:
+        """The CTA's unit after the index-th. So many are drawn together, beginning with as many for each CTA, and who
+        has done the last of them draws: once for each draw of units that there is."""
+        index += 1
+        if index % self.together == 0 or index >= units:
+            draws = (units + self.together - 1) // self.together
+            index = (cute.arch.grid_dim()[0] + draw(counter, draws)) * self.together
+        return index
+
+    @cute.jit
+    def ticket(self, index: Int32, sizes: Sizes, table: Table, entry: Int32) -> tuple:
+        """`entry`: of the unit before. -> (ticket, the entry)"""
+        live, tile = Int32(index < self.count(sizes, table)), index // sizes.heads_q
+        if live == 0:
+            entry = Int32(0)
+        elif tile < table.starts[entry] or tile >= table.starts[entry + 1]:
+            entry = entry_at(table, tile)
+        start = table.starts[entry]
         place = place_at(table, entry)
         work = self.work(index - start * sizes.heads_q, place, sizes)
-        return Ticket(live, work, Int32(0), place)
+        return Ticket(live, work, Int32(0), place), entry
 
     @cute.jit
     def work(self, index: Int32, place: Place, sizes: Sizes) -> WorkTile:

@@ -154,6 +154,11 @@ def packed_tile(problem: Problem, softcap: bool) -> Tile:
     return forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask), problem.short and not softcap, softcap)
 
 
+def drawn_together(tile: Tile) -> int:
+    """Units that a CTA draws at once: where one is over in 2 microseconds, as long as a draw and a search take."""
+    return 4 if tile.tile_m == 64 else 1
+
+
 TABLE = TableRule(words_per_sequence=6, words=7)  # what prepares a launch for packed sequences: sequences.py
 PACKED_TABLE_ALIGN = 32  # words: a backward's scratch begins after its table, at 128 bytes
 

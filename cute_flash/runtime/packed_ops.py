@@ -50,10 +50,10 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> 
             out, lse_out = packed.empty((q, k, v))
         else:
             batch_of_one = packed.as_batch_of_one(q, k, v)
-            key = (*ops.kind(*batch_of_one, words), lengths.kind, lse)
+            key = (*ops.kind(*batch_of_one, words), lengths.kind(q, k), lse)
             call = _forwards.get(key)
             if call is None:
-                call = packed.prepare(batch_of_one, lengths.kind, words.options(lse))
+                call = packed.prepare(batch_of_one, lengths.kind(q, k), words.options(lse))
                 ops.remember(_forwards, key, call)
             out, lse_out = packed.run(call, (q, k, v), lengths, numbers)
     return out, ops.no_lse(q) if lse_out is None or not lse else lse_out
@@ -68,10 +68,10 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
         return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     with torch.no_grad():
         batch_of_one = packed.as_batch_of_one(q, k, v)
-        key = (*ops.kind(*batch_of_one, words), lengths.kind, dlse is not None)
+        key = (*ops.kind(*batch_of_one, words), lengths.kind(q, k), dlse is not None)
         backward = _backwards.get(key)
         if backward is None:
-            backward = packed.prepare_backward(batch_of_one, lengths.kind, words.options(dlse is not None))
+            backward = packed.prepare_backward(batch_of_one, lengths.kind(q, k), words.options(dlse is not None))
             ops.remember(_backwards, key, backward)
         dlse = dlse if dlse is None else dlse.contiguous().unsqueeze(0)
         saved = (*batch_of_one, out.unsqueeze(0), lse.unsqueeze(0))

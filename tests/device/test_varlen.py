@@ -9,7 +9,7 @@ import cute_flash
 from cute_flash import attention_varlen
 from tests import oracle, packed
 from tests.device.gpu import DEVICE
-from tests.packed import PackedCase, cases, make_inputs, same
+from tests.packed import LONG, SHORT, PackedCase, cases, make_inputs, same
 from tests.runner import ALLOWED_RATIO, HALF_ULP
 
 ROUNDINGS = 3  # of a gradient: O or P, dS, and itself
@@ -54,10 +54,11 @@ def test_against_float64(case, backend):
     inputs = make_inputs(case).to(DEVICE)
     right = packed.exact(case, inputs)
     allowed = limits(case, inputs, right)
-    options = {**case.options, **inputs.lengths, "backend": backend, "return_lse": True}
-    out, lse = attention_varlen(inputs.q, inputs.k, inputs.v, **options)
-    assert oracle.relative_error(out, right[0].out) <= allowed["out"]
-    assert oracle.lse_excess(lse, right[0].lse) <= 1
+    options = {**case.options, **inputs.lengths, **LONG, "backend": backend, "return_lse": True}
+    for hints in (LONG, SHORT):
+        out, lse = attention_varlen(inputs.q, inputs.k, inputs.v, **{**options, **hints})
+        assert oracle.relative_error(out, right[0].out) <= allowed["out"]
+        assert oracle.lse_excess(lse, right[0].lse) <= 1
     if backend not in GRADIENT_BACKENDS:
         return
     leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
@@ -78,7 +79,9 @@ FAST = [name for name in BACKENDS if name != "reference"]
 
 
 @pytest.mark.parametrize("backend", FAST)
-@pytest.mark.parametrize("hints", [{}, {"max_seqlen_q": 16, "max_seqlen_k": 16}], ids=["no hint", "hints"])
+@pytest.mark.parametrize(
+    "hints", [LONG, {}, {"max_seqlen_q": 16, "max_seqlen_k": 16}], ids=["long", "no hint", "hints"]
+)
 def test_many_short_sequences(backend, hints):
     """80,000 of 16: as many as the search has to find, against the dense call on the same numbers."""
     count, length, heads, dim = 80_000, 16, 2, 64
@@ -138,7 +141,7 @@ def test_nan_stays_in_its_sequence(backend, causal):
     for first, last in itertools.islice(itertools.pairwise(clean.cu_seqlens_q.tolist()), 0, None, 2):
         hit[first:last] = True
     qkv = [x.masked_fill(hit[:, None, None], float("nan")) for x in (clean.q, clean.k, clean.v)]
-    for hints in ({}, {"max_seqlen_q": 64, "max_seqlen_k": 64}):
+    for hints in (LONG, SHORT):
         out, lse = attention_varlen(*qkv, **clean.lengths, **hints, causal=causal, return_lse=True, backend=backend)
         assert oracle.relative_error(out[~hit], right.out[~hit]) <= 4 * HALF_ULP[torch.bfloat16]
         assert oracle.lse_excess(lse[:, ~hit], right.lse[:, ~hit]) <= 1
@@ -153,7 +156,7 @@ def test_one_long_sequence_among_many(backend):
     case = same(*lengths, head_dim=128, head_dim_v=128, dtype="bfloat16", causal=True)
     inputs = make_inputs(case).to(DEVICE)
     right, _ = packed.exact(case, inputs)
-    for hints in ({}, {"max_seqlen_q": 16, "max_seqlen_k": 16}):
+    for hints in (LONG, SHORT):
         out = attention_varlen(inputs.q, inputs.k, inputs.v, **inputs.lengths, **hints, causal=True, backend=backend)
         assert oracle.relative_error(out, right.out) <= 4 * HALF_ULP[torch.bfloat16]
 

@@ -18,10 +18,9 @@ from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
 
 from .. import oracle, packed
-from ..packed import Inputs, PackedCase, cases, make_inputs, same
+from ..packed import LONG, SHORT, Inputs, PackedCase, cases, make_inputs, same
 from .hopper import ARCH, SCHEDULES, SMS, Schedule, turn
 
-SHORT = {"max_seqlen_q": 64, "max_seqlen_k": 64}  # the tile of 64 rows, whatever the lengths
 ERROR = 4e-3  # of bfloat16's output, as tests/emulator/test_hopper_forward.py
 
 
@@ -35,8 +34,8 @@ def emulated(schedule: Schedule, sms: int = SMS):
         yield
 
 
-def attend(case: PackedCase, inputs: Inputs, schedule: Schedule, sms: int = SMS, hints: dict | None = None):
-    qkv, options = (inputs.q, inputs.k, inputs.v), {**inputs.lengths, **case.options, **(hints or {})}
+def attend(case: PackedCase, inputs: Inputs, schedule: Schedule, sms: int = SMS, hints: dict = LONG):
+    qkv, options = (inputs.q, inputs.k, inputs.v), {**inputs.lengths, **case.options, **hints}
     with emulated(schedule, sms):
         return cute_flash.attention_varlen(*qkv, **options, return_lse=True, backend="sm90")
 
@@ -45,7 +44,7 @@ def gradients(case: PackedCase, inputs: Inputs, schedule: Schedule, sms: int = S
     leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     with emulated(schedule, sms):
         out, lse = cute_flash.attention_varlen(
-            *leaves, **inputs.lengths, **case.options, return_lse=True, backend="sm90"
+            *leaves, **inputs.lengths, **LONG, **case.options, return_lse=True, backend="sm90"
         )
         outputs, given = ([out, lse], [inputs.dout, inputs.dlse]) if through_lse else ([out], [inputs.dout])
         return torch.autograd.grad(outputs, leaves, given)
@@ -72,11 +71,11 @@ def grid() -> list[tuple[PackedCase, int, dict]]:
     """(case, multiprocessors, hints)."""
     d128 = {"head_dim": 128, "head_dim_v": 128, "dtype": "bfloat16"}
     grouped = cases(**d128, heads_q=4, heads_kv=2)
-    found = [(case, (SMS, 3)[i % 2], {}) for i, case in enumerate(grouped)]
+    found = [(case, (SMS, 3)[i % 2], LONG) for i, case in enumerate(grouped)]
     found += [(case, (3, SMS)[i % 2], SHORT) for i, case in enumerate(grouped)]
-    found += [(case, SMS, {}) for case in cases(head_dim=72, head_dim_v=40, dtype="float16")[::3]]
-    found += [(case, 2, {}) for case in cases(head_dim=256, head_dim_v=256, dtype="bfloat16", heads_q=1)[1::4]]
-    found.append((same(5, 700, *range(8), causal=True, **d128), 4, {}))  # one long among many short
+    found += [(case, SMS, LONG) for case in cases(head_dim=72, head_dim_v=40, dtype="float16")[::3]]
+    found += [(case, 2, LONG) for case in cases(head_dim=256, head_dim_v=256, dtype="bfloat16", heads_q=1)[1::4]]
+    found.append((same(5, 700, *range(8), causal=True, **d128), 4, LONG))  # one long among many short
     return found
 
 
@@ -84,7 +83,7 @@ GRID = grid()
 CHOSEN = [SCHEDULES[i] for i in (1, 4, 6, 11)]
 RUNS = [
     pytest.param(*cell, schedule, marks=() if (turn() + at + n) % len(CHOSEN) == 0 else pytest.mark.slow,
-                 id=f"{cell[0]}-sms{cell[1]}{'-short' if cell[2] else ''}-{schedule}")
+                 id=f"{cell[0]}-sms{cell[1]}{'-short' if cell[2] is SHORT else ''}-{schedule}")
     for at, cell in enumerate(GRID) for n, schedule in enumerate(CHOSEN)
 ]  # fmt: skip
 
@@ -95,7 +94,7 @@ def test_against_float64(case, sms, hints, schedule, poisoned_empty):
     check(case, inputs, attend(case, inputs, schedule, sms, hints))
 
 
-@pytest.mark.parametrize("hints", [{}, SHORT], ids=["", "short"])
+@pytest.mark.parametrize("hints", [LONG, SHORT], ids=["long", "short"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_stays_in_its_sequence(causal, hints):
     """Every second sequence is NaN; the others, which lie in the same tiles of memory, are right."""

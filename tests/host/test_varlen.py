@@ -183,13 +183,14 @@ def test_hints_choose_kernels_and_change_nothing():
     for hints in ({"max_seqlen_q": 40, "max_seqlen_k": 40}, {"max_seqlen_q": 1}, {"max_seqlen_k": 0}):
         assert torch.equal(attention_varlen(*qkv, **inputs.lengths, **hints), plain)
         problem = cute_flash.explain(*qkv, **inputs.lengths, **hints).problem
-        assert (problem.few_rows, problem.few_keys, problem.short) == packed.kind(
-            hints.get("max_seqlen_q"), hints.get("max_seqlen_k")
-        )
-    kinds = [packed.kind(n, n) for n in (0, 16, 17, 64, 65, 1024, 1025)]
+        longest = hints.get("max_seqlen_q"), hints.get("max_seqlen_k")
+        assert (problem.few_rows, problem.few_keys, problem.short) == packed.kind(longest, (60, 60), 4)
+    kinds = [packed.kind((n, n), (10_000, 10_000), 4) for n in (0, 16, 17, 64, 65, 1024, 1025)]
     assert [few_rows for few_rows, *_ in kinds] == [16, 16, 32, 64, 0, 0, 0]
     assert all(few_rows == few_keys for few_rows, few_keys, _ in kinds)
     assert [short for *_, short in kinds] == [True] * 6 + [False]
+    means = [packed.kind((None, None), (total, 192), starts) for total, starts in ((192, 4), (193, 4), (7, 1))]
+    assert means == [(64, 64, False), (0, 64, False), (0, 0, False)]
 
 
 def test_a_warm_call_describes_nothing(monkeypatch):
@@ -206,14 +207,15 @@ def test_a_warm_call_describes_nothing(monkeypatch):
         attention_varlen(*qkv, **inputs.lengths, causal=False)
 
 
-@pytest.mark.parametrize(("arch", "own"), [("9.0", "sm90"), ("10.0", "sm100")])
-def test_backends_without_it_are_passed_over(arch, own):
+def test_backends_without_it_are_passed_over():
+    arch, own = "10.0", "sm100"
     inputs = make_inputs(same(40, 3, dtype="bfloat16"))
     leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     decision = cute_flash.explain(*leaves, **inputs.lengths, arch=arch)
-    refused = [("the backward of packed sequences (attention_varlen) is not built yet", decision.backward)]
-    if own == "sm100":
-        refused.append(("packed sequences (attention_varlen) are not built yet", decision))
+    refused = [
+        ("packed sequences (attention_varlen) are not built yet", decision),
+        ("the backward of packed sequences (attention_varlen) is not built yet", decision.backward),
+    ]
     for sentence, each in refused:
         assert each.plan.backend == "triton" and each.plan.form == "packed" and each.fallback
         assert each.refusals[own] == (sentence,)
@@ -221,13 +223,30 @@ def test_backends_without_it_are_passed_over(arch, own):
         cute_flash.explain(*leaves, **inputs.lengths, arch=arch, backend=own)
 
 
-def test_hopper_has_the_forward():
-    inputs = make_inputs(same(40, 3, dtype="bfloat16"))
-    qkv = inputs.q, inputs.k, inputs.v
+def test_hopper_has_it():
+    inputs = make_inputs(same(200, 3, dtype="bfloat16"))
+    qkv = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     plain = cute_flash.explain(*qkv, **inputs.lengths, arch="9.0").plan
     short = cute_flash.explain(*qkv, **inputs.lengths, max_seqlen_q=40, max_seqlen_k=40, arch="9.0").plan
     assert plain.backend == short.backend == "sm90" and plain.form == short.form == "packed" and plain.draws
     assert short.tile.tile_m == 64 and short.ctas == 2 * plain.ctas
+    backward = cute_flash.explain(*qkv, **inputs.lengths, arch="9.0").backward
+    assert backward.plan.backend == "sm90" and backward.plan.form == "packed" and not backward.fallback
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "sentence"),
+    [
+        (same(40, 3), {"deterministic": True}, "is not repeatable yet"),
+        (same(40, 3, head_dim=192), {}, "is built up to head dim 128, not for head_dim=192, head_dim_v=64"),
+    ],
+)
+def test_what_hoppers_backward_lacks_is_said(case, options, sentence):
+    inputs = make_inputs(case)
+    qkv = [x.bfloat16().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    decision = cute_flash.explain(*qkv, **inputs.lengths, **options, arch="9.0")
+    assert decision.plan.backend == "sm90" and decision.backward.plan.backend == "triton"
+    assert sentence in decision.backward.refusals["sm90"][0]
 
 
 def test_emulated_calls_go_to_the_reference():
