@@ -28,7 +28,7 @@ def fake_torch(capability, available=True, cuda="13.0") -> SimpleNamespace:
 @pytest.mark.parametrize(
     "torch, sentence",
     [
-        (fake_torch(None, available=False), "but torch finds no GPU"),
+        (fake_torch(None, available=False), "but torch finds no GPU (is the driver new enough for CUDA 13.0?)"),
         (fake_torch(None, available=False, cuda=None), "but torch 2.13.0 is built without CUDA"),
         (fake_torch((9, 0)), "but NVIDIA Imagined has 9.0"),
         (fake_torch((12, 0)), "but NVIDIA Imagined has 12.0"),
