@@ -41,7 +41,8 @@ def missing_gpu(torch: Any) -> str:
     wanted = "a data-centre Blackwell GPU (compute capability 10.0 or 10.3)"
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        why = f"torch finds no GPU (is the driver new enough for CUDA {built}?)" if built else f"torch {torch.__version__} is built without CUDA"
+        finds = f"torch finds no GPU (is the driver new enough for CUDA {built}?)"
+        why = finds if built else f"torch {torch.__version__} is built without CUDA"
         return f"needs {wanted}, but {why}"
     capability = torch.cuda.get_device_capability()
     if capability not in CAPABILITIES:
