@@ -6,13 +6,35 @@ The sums of 64 rows lie as a warpgroup's wgmma accumulators (memory.dq_chunks): 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from ...common.delta import row_tile_of
 from ...common.ragged import only_rows, slot_rows
 from ..epilogue import store_direct
 from ..schedule import WARPGROUP
 from .memory import dq_chunks
+
+
+@cute.jit
+def _convert(sums: cute.Tensor, rows: cute.Tensor, tile: Int32, scale: Float32, shape: cutlass.Constexpr):
+    """One tile. sums: (tile_m * width_dq,), rows: (seqlen_q, head_dim) of dQ."""
+    tile_m, columns = shape
+    thread, _, _ = cute.arch.thread_idx()
+    part, lane = cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP
+    start = (sums.iterator + part * (64 * columns)).align(16)
+    mine = cute.make_tensor(start, dq_chunks(columns // 2))[None, None, lane]  # (4, columns / 8)
+    values = cute.make_rmem_tensor((4, columns // 8), Float32)
+    for chunk in cutlass.range_constexpr(columns // 8):
+        cute.autovec_copy(mine[None, chunk], values[None, chunk])
+    values.store(values.load() * scale)
+    row, column = tile * tile_m, 0
+    if cutlass.const_expr(tile_m == 64):
+        column = part * columns
+    else:
+        row += part * 64
+    beyond = cute.make_layout((rows.shape[0], rows.shape[1] - column), stride=rows.stride)
+    there = cute.make_tensor(cute.domain_offset((0, column), rows).iterator, beyond)
+    store_direct(values, there, lane, row, rows.element_type)
 
 
 @cute.kernel
@@ -23,25 +45,11 @@ def convert_kernel(
     shape: cutlass.Constexpr,  # (tile_m, columns of a part, which has 64 rows); a warpgroup of this kernel a part
     starts: cute.Tensor | None = None,  # of packed sequences; tiles are slots then, see common/ragged.py
 ):
-    tile_m, columns = shape
-    thread, _, _ = cute.arch.thread_idx()
     tile, head, batch = row_tile_of(sums)
-    part, lane = cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP
-    start = (sums[None, tile, head, batch].iterator + part * (64 * columns)).align(16)
-    mine = cute.make_tensor(start, dq_chunks(columns // 2))[None, None, lane]  # (4, columns / 8)
-    values = cute.make_rmem_tensor((4, columns // 8), Float32)
-    for chunk in cutlass.range_constexpr(columns // 8):
-        cute.autovec_copy(mine[None, chunk], values[None, chunk])
-    values.store(values.load() * scale)
-    if cutlass.const_expr(starts is not None):
-        slot = slot_rows(starts, tile, dq.shape[1], tile_m)
-        tile, dq = slot.tile, only_rows(dq, 1, slot.rows)
-    row, column = tile * tile_m, 0
-    if cutlass.const_expr(tile_m == 64):
-        column = part * columns
+    if cutlass.const_expr(starts is None):
+        _convert(sums[None, tile, head, batch], dq[batch, None, head, None], tile, scale, shape)
     else:
-        row += part * 64
-    rows = dq[batch, None, head, None]
-    beyond = cute.make_layout((rows.shape[0], rows.shape[1] - column), stride=rows.stride)
-    there = cute.make_tensor(cute.domain_offset((0, column), rows).iterator, beyond)
-    store_direct(values, there, lane, row, dq.element_type)
+        slot = slot_rows(starts, tile, dq.shape[1], shape[0])
+        if slot.tile * shape[0] < slot.rows.count:
+            rows = only_rows(dq, 1, slot.rows)[batch, None, head, None]
+            _convert(sums[None, tile, head, batch], rows, slot.tile, scale, shape)
