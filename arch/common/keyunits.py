@@ -26,9 +26,9 @@ def unit_count(sizes: Sizes, tile) -> Int32:
     return (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n * sizes.heads_kv * sizes.batch
 
 
-def row_bytes(seqlen_q: Int32, widths: tuple[int, int]) -> Int32:
+def _row_bytes(sizes: Sizes, widths: tuple[int, int]) -> Int32:
     """Of Q, dO and dQ of a head, which should stay in L2."""
-    rows = cutlass.min(seqlen_q, 1 << 17)  # beyond any L2, and the product stays within 32 bits
+    rows = cutlass.min(sizes.seqlen_q, 1 << 17)  # beyond any L2, and the product stays within 32 bits
     return rows * (widths[0] * 6 + widths[1] * 2)
 
 
@@ -39,7 +39,7 @@ def ahead_of(sizes: Sizes, tile: cutlass.Constexpr, widths: cutlass.Constexpr, m
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     distance = blocks
     if cutlass.const_expr(mask.causal and not mask.left):
-        distance = blocks * section_width(sizes.heads_kv * sizes.batch, row_bytes(sizes.seqlen_q, widths))
+        distance = blocks * section_width(sizes.heads_kv * sizes.batch, _row_bytes(sizes, widths))
     return Ahead(distance, blocks, sizes.heads_q // sizes.heads_kv)
 
 
@@ -52,7 +52,7 @@ def unit_of(
     group = sizes.heads_q // sizes.heads_kv
     if cutlass.const_expr(mask.causal and not mask.left):
         # the first keys are seen by most query tiles and start first, within as many heads as keep Q, dO, dQ in L2
-        work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, row_bytes(sizes.seqlen_q, widths), Int32(1))
+        work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, _row_bytes(sizes, widths), Int32(1))
         key_block = blocks - 1 - work.m_block
     else:
         work = head_by_head(index, blocks, sizes.heads_kv)

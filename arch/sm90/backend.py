@@ -52,7 +52,6 @@ class Sm90Backend:
         widths, tile = tiles.backward_widths(*dims), tiles.backward_tile(*dims, forward.plain)
         return replace(
             forward,
-            form=problem.form,
             head_dim=widths[0],
             head_dim_v=widths[1],
             lse_grad=problem.lse_grad,

@@ -6,7 +6,6 @@ from cute_flash.spec.problem import PACKED
 from ..common import operands
 from .backward import BackwardSm90, BoundedBackwardSm90
 from .backward_apart import ApartBackwardSm90, BoundedApartBackwardSm90
-from .backward_packed import PackedBackwardSm90, PackedBoundedBackwardSm90
 from .forward import (
     BoundedForwardSm90,
     DrawnForwardSm90,
@@ -31,9 +30,7 @@ def compile_forward(plan: Plan, options: str = ""):
 
 
 def compile_backward(plan: Plan, options: str = ""):
-    if plan.form == PACKED:
-        kernel = PackedBackwardSm90 if plan.plain else PackedBoundedBackwardSm90
-    elif plan.variant == APART:
+    if plan.variant == APART:
         kernel = ApartBackwardSm90 if plan.plain else BoundedApartBackwardSm90
     else:
         kernel = BackwardSm90 if plan.plain else BoundedBackwardSm90

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import PACKED, Problem
+from cute_flash.spec.problem import Problem
 from cute_flash.spec.scratch import ScratchRule, TableRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
@@ -159,8 +159,7 @@ def drawn_together(tile: Tile) -> int:
     return 4 if tile.tile_m == 64 else 1
 
 
-TABLE = TableRule(words_per_sequence=6, words=7)  # what prepares a launch for packed sequences: sequences.py
-PACKED_TABLE_ALIGN = 32  # words: a backward's scratch begins after its table, at 128 bytes
+TABLE = TableRule(words_per_sequence=5, words=6)  # what prepares a launch for packed sequences: sequences.py
 
 
 ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward take turns at dQ
@@ -252,5 +251,4 @@ def backward_scratch(plan: Plan) -> ScratchRule:
     if plan.variant == APART:
         return ScratchRule(plan.tile.tile_m, 2, 2)
     width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
-    rule = ScratchRule(plan.tile.tile_m, width_dq + 2, 4 if plan.deterministic else 2)
-    return replace(rule, table=TABLE, table_align=PACKED_TABLE_ALIGN) if plan.form == PACKED else rule
+    return ScratchRule(plan.tile.tile_m, width_dq + 2, 4 if plan.deterministic else 2)
