@@ -136,7 +136,7 @@ def _cold(qkv: tuple[Any, Any, Any], lengths: Lengths, options: Options, key: tu
     batch_of_one = packed.as_batch_of_one(q, k, v)
     if request.is_empty(q, k):
         dispatch.choose(packed.describe(batch_of_one, lengths.kind, options), options.backend)
-        out, lse = packed.empty((q, k, v))
+        out, lse = packed.empty((q, k, v), lengths)
         return (out, lse) if options.return_lse else out
     call = _warm.get(key)
     if call is None:

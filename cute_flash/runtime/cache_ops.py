@@ -20,7 +20,7 @@ _calls: dict[tuple[Any, ...], CacheCall] = {}
 
 def attention_kvcache(q: torch.Tensor, cache: Cache, options: Options, splits: tuple[Any, Any]) -> Any:
     """attention_kvcache() as a graph holds it, for options that are checked."""
-    q = caches.autocast(q, cache)
+    q, cache = caches.autocast(q, cache)
     caches.check(q, cache)
     num_splits, batch_invariant = splits[0], caches.check_splits(*splits)
     q, words = ops.words_of(q, options)
@@ -62,6 +62,7 @@ def _fake_forward(q: torch.Tensor, *given: Any) -> Any:
 
 def _fake_append_forward(q: torch.Tensor, *given: Any) -> Any:
     cache, lse = Cache(*given[:7]), given[9]
+    caches.check(q, cache)
     batch, seqlen_q, heads_q, _ = q.shape
     out = q.new_empty(batch, seqlen_q, heads_q, cache.v.shape[3])
     return out, q.new_empty(batch, heads_q, seqlen_q, dtype=request.lse_dtype(q.dtype)) if lse else ops.no_lse(q)

@@ -47,7 +47,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> 
         out: torch.Tensor
         lse_out: torch.Tensor | None
         if request.is_empty(q, k):
-            out, lse_out = packed.empty((q, k, v))
+            out, lse_out = packed.empty((q, k, v), lengths)
         else:
             batch_of_one = packed.as_batch_of_one(q, k, v)
             key = (*ops.kind(*batch_of_one, words), lengths.kind, lse)

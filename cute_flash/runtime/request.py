@@ -391,7 +391,7 @@ def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
     if not is_autocast(q.device) or (q.dtype == k.dtype == v.dtype and q.dtype != torch.float32):
         return q, k, v
     target = torch.get_autocast_dtype(q.device.type)
-    return _cast(q, target), _cast(k, target), _cast(v, target)
+    return cast(q, target), cast(k, target), cast(v, target)
 
 
 def is_special(*qkv: Any) -> bool:
@@ -401,7 +401,7 @@ def is_special(*qkv: Any) -> bool:
     return is_traced(*qkv) or any(new is not old for new, old in zip(autocast(*qkv), qkv, strict=True))
 
 
-def _cast(tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+def cast(tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:
     return tensor.to(target) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 

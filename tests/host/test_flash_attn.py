@@ -81,6 +81,22 @@ def test_packed_sequences():
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1]) and nothing is None
 
 
+def test_packed_sequences_in_one_tensor():
+    """Arguments by place, in FlashAttention's order."""
+    q, k, v = (x[0, :9].detach() for x in qkv(37, 37, heads_kv=4))
+    qkv_in_one, kv_in_one = (torch.stack(parts, 1).requires_grad_() for parts in ((q, k, v), (k, v)))
+    given = (0.0, 0.4, True, (4, -1), 3.0, None, True, True)
+    lengths = (STARTS, STARTS, 6, 6)
+    right, lse, _ = ours.flash_attn_varlen_func(*(x.requires_grad_() for x in (q, k, v)), *lengths, *given)
+    grads = torch.autograd.grad(right.sum(), (q, k, v))
+    whole = ours.flash_attn_varlen_qkvpacked_func(qkv_in_one, STARTS, 6, *given)
+    half = ours.flash_attn_varlen_kvpacked_func(q, kv_in_one, *lengths, *given)
+    for out, lse_out, nothing in (whole, half):
+        assert torch.equal(out, right) and torch.equal(lse_out, lse) and nothing is None
+    assert torch.equal(torch.autograd.grad(whole[0].sum(), qkv_in_one)[0], torch.stack(grads, 1))
+    assert torch.equal(torch.autograd.grad(half[0].sum(), kv_in_one)[0], torch.stack(grads[1:], 1))
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_caches(paged):
     torch.manual_seed(0)
@@ -113,6 +129,16 @@ def test_caches(paged):
             lambda q, k, v: ours.flash_attn_kvpacked_func(q, k),
             ValueError,
             r"\(batch, seqlen_k, 2, heads_kv, head_dim\)",
+        ),
+        (
+            lambda q, k, v: ours.flash_attn_varlen_qkvpacked_func(q, STARTS, 9),
+            ValueError,
+            r"qkv must be \(total, 3, heads, head_dim\), got",
+        ),
+        (
+            lambda q, k, v: ours.flash_attn_varlen_kvpacked_func(q[0], k[0], STARTS, STARTS, 9, 9),
+            ValueError,
+            r"kv must be \(total_k, 2, heads_kv, head_dim\), got",
         ),
         (
             lambda q, k, v: ours.flash_attn_varlen_func(q[0], k[0], v[0], STARTS, STARTS, 9, 9, block_table=STARTS),
