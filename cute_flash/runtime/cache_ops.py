@@ -72,16 +72,10 @@ def _register() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     tables = "Tensor cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx"
     rest = f"SymInt? num_splits, bool batch_invariant, bool lse, {ops.WORDS}) -> (Tensor, Tensor)"
-    head = f"(Tensor q, Tensor k_cache, Tensor v_cache, {tables}"
-    ops.define(library, "attention_kvcache", f"{head}, {rest}")
-    head = f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {tables}, Tensor k_new, Tensor v_new"
-    ops.define(library, "attention_kvcache_append", f"{head}, {rest}")
-    for name, run, fake in (
-        ("attention_kvcache", _forward, _fake_forward),
-        ("attention_kvcache_append", _append_forward, _fake_append_forward),
-    ):
-        library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    read = f"attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {tables}, {rest}"
+    written = f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {tables}, Tensor k_new, Tensor v_new"
+    ops.define(library, read, _forward, _fake_forward)
+    ops.define(library, f"attention_kvcache_append({written}, {rest}", _append_forward, _fake_append_forward)
     return library
 
 
