@@ -44,13 +44,14 @@ def _append_forward(q: torch.Tensor, *given: Any) -> Any:
         caches.check(q, cache)
         caches.check_splits(num_splits, batch_invariant)
         options = caches.without_right(words.options(lse), q.shape[1])
-        numbers = words.numbers(q.shape[3])[:1] + request.bounds(options.causal, options.window, options.softcap)[1]
+        of, (scale, *_) = ops.split(q, cache.k, cache.v, words)
+        numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
         out: torch.Tensor
         lse_out: torch.Tensor | None
         if request.is_empty(q, cache.k) or cache.capacity == 0:
             out, lse_out = autograd.empty_outputs(q, cache.v)
         else:
-            key = (*ops.kind(q, cache.k, cache.v, words), q.shape[1], cache.page_size, lse)
+            key = (of, q.shape[1], cache.page_size, lse)
             call = _calls.get(key) or ops.remember(_calls, key, CacheCall(q, cache, options))
             out, lse_out = call(q, cache, numbers, num_splits, batch_invariant)
     return out, ops.no_lse(q) if lse_out is None or not lse else lse_out

@@ -45,14 +45,17 @@ class Words(NamedTuple):
             return_lse=lse, deterministic=self.deterministic, backend=self.backend,
         )  # fmt: skip
 
-    def numbers(self, head_dim: int) -> tuple[float, ...]:
-        """What a kernel takes after its tensors."""
+    def split(self, head_dim: int) -> tuple[request.Kind, tuple[float, ...]]:
+        """(what a kernel depends on, the numbers that it takes after its tensors)."""
         scale = request.default_scale(head_dim) if self.scale is None else self.scale
         if not request.SCALE_MIN <= scale <= request.SCALE_MAX:
             raise ValueError(
                 f"scale={scale}: the operator takes 2**-100 to 2**16; attention() folds a sign or 0 into q"
             )
-        return (scale, *request.bounds(self.causal, (self.left, self.right), self.softcap)[1])
+        if self.left is self.right is self.softcap is None:
+            return self.causal, (scale,)
+        kind, bounds = request.bounds(self.causal, (self.left, self.right), self.softcap)
+        return kind, (scale, *bounds)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Any:
@@ -81,14 +84,16 @@ def _fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
 
 
-def kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> tuple[Any, ...]:
-    """What a kernel depends on, sizes along batch and sequence left out: the key of a table."""
-    return (
-        q.dtype, q.device, q.shape[2:], k.shape[2], v.shape[3],
-        request.bounds(words.causal, (words.left, words.right), words.softcap)[0],
+def split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+    """(what a kernel depends on but for batch and lengths: the key of a table, the numbers that it takes)."""
+    heads_and_dim = q.shape[2:]
+    kind, numbers = words.split(heads_and_dim[-1])
+    key = (
+        q.dtype, q.device, heads_and_dim, k.shape[2], v.shape[3], kind,
         words.deterministic or torch.are_deterministic_algorithms_enabled(), words.backend,
         settings.generation, request.ieee_float32(q.dtype),
     )  # fmt: skip
+    return key, numbers
 
 
 def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> Any:
@@ -106,11 +111,11 @@ def _prepare(key: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *given: Any) -> Any:
     words = Words(*given)
-    key = (*kind(q, k, v, words), k.shape[1] <= SHORT_KEYS, lse)
+    of, numbers = split(q, k, v, words)
+    key = (of, k.shape[1] <= SHORT_KEYS, lse)
     call = _forwards.get(key)
     if call is None or not _fit(q, k, v):
         request.check_tensors(q, k, v)
-    numbers = words.numbers(q.shape[3])
     out: torch.Tensor
     lse_out: torch.Tensor | None
     if request.is_empty(q, k):
@@ -128,11 +133,11 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *give
 def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
     q, k, v, out, lse, *given = rest
     words = Words(*given)
-    key = (*kind(q, k, v, words), dlse is not None)
+    of, numbers = split(q, k, v, words)
+    key = (of, dlse is not None)
     backward = _backwards.get(key)
     if backward is None or not _fit(q, k, v):
         request.check_tensors(q, k, v)
-    numbers = words.numbers(q.shape[3])
     if request.is_empty(q, k):
         return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     with torch.no_grad():

@@ -41,15 +41,15 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> Any:
     lengths, lse, words = Lengths(*given[:4]), given[4], Words(*given[5:])
     _checked(q, k, v, lengths)
-    numbers = words.numbers(q.shape[2])
+    batch_of_one = packed.as_batch_of_one(q, k, v)
+    of, numbers = ops.split(*batch_of_one, words)
     with torch.no_grad():  # gradients are the operator's affair
         out: torch.Tensor
         lse_out: torch.Tensor | None
         if request.is_empty(q, k):
             out, lse_out = packed.empty((q, k, v), lengths)
         else:
-            batch_of_one = packed.as_batch_of_one(q, k, v)
-            key = (*ops.kind(*batch_of_one, words), lengths.kind, lse)
+            key = (of, lengths.kind, lse)
             call = _forwards.get(key)
             if call is None:
                 call = packed.prepare(batch_of_one, lengths.kind, words.options(lse))
@@ -62,12 +62,12 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
     q, k, v, out, lse, *given = rest
     lengths, words = Lengths(*given[:4]), Words(*given[4:])
     _checked(q, k, v, lengths)
-    numbers = words.numbers(q.shape[2])
+    batch_of_one = packed.as_batch_of_one(q, k, v)
+    of, numbers = ops.split(*batch_of_one, words)
     if request.is_empty(q, k):
         return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     with torch.no_grad():
-        batch_of_one = packed.as_batch_of_one(q, k, v)
-        key = (*ops.kind(*batch_of_one, words), lengths.kind, dlse is not None)
+        key = (of, lengths.kind, dlse is not None)
         backward = _backwards.get(key)
         if backward is None:
             backward = packed.prepare_backward(batch_of_one, lengths.kind, words.options(dlse is not None))
