@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .runtime import autograd, cache_ops, caches, dispatch, report, request, substitution
+from .runtime import autograd, cache_ops, caches, dispatch, ops, report, request, substitution
 from .runtime.caches import Cache, CacheCall
 from .runtime.dispatch import Decision
 from .runtime.request import SCALE_MAX, SCALE_MIN, Options
@@ -14,7 +14,6 @@ from .spec import settings
 from .spec.device import Device
 
 _warm: dict[tuple[Any, ...], CacheCall] = {}
-_WARM_MAX = 4096
 
 _is_grad_enabled = torch.is_grad_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
@@ -152,9 +151,7 @@ def _cold(q: Any, cache: Cache, options: Options, splits: tuple[Any, Any], key: 
     if call is None:
         call = CacheCall(q, cache, options)
         if key is not None:
-            if len(_warm) >= _WARM_MAX:
-                _warm.clear()
-            _warm[key] = call
+            ops.remember(_warm, key, call)
     numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
     out, lse = call(q, cache, numbers, num_splits, batch_invariant)
     return (out, lse) if options.return_lse else out

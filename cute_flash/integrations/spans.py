@@ -52,32 +52,30 @@ class Places(NamedTuple):
 # ------------------------------------------------------------------------------------------------------ mask to spans
 
 
-def of_mask(
-    mask: torch.Tensor | None, places: Places, bounds: Bounds, whole_is_none: bool = False
-) -> torch.Tensor | None:
-    """The spans of a padding mask (batch, keys), True where a key is real; None = all are.
-
-    With whole_is_none, None comes back where every key is real, and used.
-    """
-    batch_size, q_length, kv_length, q_offset, kv_offset = places
-    aligned = bounds != (None, None)
-    length = (
-        int(q_offset) + q_length - kv_offset if aligned else kv_length
-    )  # a static cache is longer than its contents
+def _real_keys(mask: torch.Tensor | None, places: Places, bounds: Bounds) -> tuple[int, torch.Tensor | None]:
+    """(keys that count: a static cache is longer than its contents, the part of the mask that is of them)."""
+    _, q_length, kv_length, q_offset, kv_offset = places
+    length = kv_length if bounds == (None, None) else int(q_offset) + q_length - kv_offset
     if length > kv_length:
         raise UnsupportedError(f"queries end at key {length} of {kv_length}: they are not aligned with the last key")
-    whole_is_none = whole_is_none and length == kv_length
     if mask is None:
-        if whole_is_none:
-            return None
-        starts, stops = [0] * batch_size, [length] * batch_size
-    else:
-        real = mask[:, kv_offset : kv_offset + length]
-        if real.shape[1] < length:
-            raise UnsupportedError(f"attention_mask is of {mask.shape[1]} keys and there are {length}")
-        if whole_is_none and bool(real.all()):
-            return None
-        starts, stops = _runs(real)
+        return length, None
+    real = mask[:, kv_offset : kv_offset + length]
+    if real.shape[1] < length:
+        raise UnsupportedError(f"attention_mask is of {mask.shape[1]} keys and there are {length}")
+    return length, real
+
+
+def is_whole(mask: torch.Tensor | None, places: Places, bounds: Bounds) -> bool:
+    """Is every key of a padding mask real, and does it count?"""
+    length, real = _real_keys(mask, places, bounds)
+    return length == places.kv_length and (real is None or bool(real.all()))
+
+
+def of_mask(mask: torch.Tensor | None, places: Places, bounds: Bounds) -> torch.Tensor:
+    """The spans of a padding mask (batch, keys), True where a key is real; None = all are."""
+    length, real = _real_keys(mask, places, bounds)
+    starts, stops = ([0] * places.batch_size, [length] * places.batch_size) if real is None else _runs(real)
     runs = ((sequence, *run, length) for sequence, run in enumerate(zip(starts, stops, strict=True)))
     return _written(runs, bounds)
 
@@ -225,10 +223,7 @@ def _words(window: Bounds, scale: float | None, softcap: float | None) -> tuple[
 def _run_spans(mask: torch.Tensor | None, offset: torch.Tensor | None, *given: Any) -> torch.Tensor:
     batch_size, q_length, kv_length, number, kv_offset, left, right = given
     places = Places(batch_size, q_length, kv_length, number if offset is None else offset, kv_offset)
-    spans = of_mask(mask, places, (left, right))
-    if spans is None:
-        raise RuntimeError("spans were not asked to be left out")
-    return spans
+    return of_mask(mask, places, (left, right))
 
 
 def _fake_spans(mask: torch.Tensor | None, offset: torch.Tensor | None, *given: Any) -> torch.Tensor:

@@ -117,30 +117,33 @@ def mask_spans(
     Those travel as int32 (spans, 1, 1, 6) on the CPU, a Span each, -1 for unbounded. Four dimensions, because
     Transformers hands a mask of four on as it is. UnsupportedError for a mask that has no such form.
     """
-    if torch.compiler.is_compiling() and not _is_plain(mask_function):
-        places = (batch_size, q_length, kv_length, q_offset, kv_offset)
-        left, right = _bounds_in_graph(mask_function, places, options)
-    else:
-        mask_function, numbers = _unpacked(mask_function)
-        left, right = _bounds_of(mask_function)
-        if numbers is not None:
-            return spans.of_packed(numbers, (left, right))
-    aligned = left is not None or right is not None
-    if attention_mask is None and not isinstance(q_offset, torch.Tensor):
-        length = q_offset + q_length - kv_offset
-        if (length == kv_length or not aligned) and _told(left, right):
-            return None
     places = spans.Places(batch_size, q_length, kv_length, q_offset, kv_offset)
     if torch.compiler.is_compiling():
-        return spans.of_mask_in_graph(attention_mask, places, (left, right))
-    if _told(left, right):
-        return spans.of_mask(attention_mask, places, (left, right), whole_is_none=True)
-    return spans.of_mask(attention_mask, places, (left, right))
+        return _in_graph(mask_function, attention_mask, places, options)
+    mask_function, numbers = _unpacked(mask_function)
+    bounds = _bounds_of(mask_function)
+    if numbers is not None:
+        return spans.of_packed(numbers, bounds)
+    places = places._replace(q_offset=int(q_offset))
+    if _told(bounds) and spans.is_whole(attention_mask, places, bounds):
+        return None
+    return spans.of_mask(attention_mask, places, bounds)
 
 
-def _told(left: int | None, right: int | None) -> bool:
+def _in_graph(
+    mask_function: Callable[..., Any], mask: torch.Tensor | None, places: spans.Places, options: dict[str, Any]
+) -> torch.Tensor | None:
+    """mask_spans while a graph is traced, where values cannot be asked for."""
+    bounds = _bounds_of(mask_function) if _is_plain(mask_function) else _bounds_in_graph(mask_function, places, options)
+    known = mask is None and not isinstance(places.q_offset, torch.Tensor)
+    if known and _told(bounds) and spans.is_whole(None, places, bounds):
+        return None
+    return spans.of_mask_in_graph(mask, places, bounds)
+
+
+def _told(bounds: spans.Bounds) -> bool:
     """Does the module's own is_causal, with its sliding_window, say the same?"""
-    return right == 0 or (left is None and right is None)
+    return bounds[1] == 0 or bounds == (None, None)
 
 
 def _is_plain(mask_function: Callable[..., Any]) -> bool:
@@ -183,7 +186,7 @@ def _bounds_of(mask_function: Callable[..., Any]) -> tuple[int | None, int | Non
 
 
 def _bounds_in_graph(
-    mask_function: Any, places: tuple[int, int, int, Any, int], options: dict[str, Any]
+    mask_function: Any, places: spans.Places, options: dict[str, Any]
 ) -> tuple[int | None, int | None]:
     """A compiler does not look into closures: take the mask for causal, and have the graph check the ends of each row.
 

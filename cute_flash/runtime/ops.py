@@ -8,7 +8,7 @@ every size. Eager calls do not come through here: a dispatcher's round trip cost
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,7 +20,9 @@ from .request import Options
 
 NAMESPACE = "cute_flash"
 WORDS = "bool causal, SymInt? left, SymInt? right, float? scale, float? softcap, bool deterministic, str? backend"
-_TABLE_MAX = 4096  # entries of a table below; bounded because keys hold settings.generation
+_TABLE_MAX = 4096  # calls that a table remembers; bounded because keys hold settings.generation
+
+Value = TypeVar("Value")
 
 _forwards: dict[tuple[Any, ...], Call] = {}
 _backwards: dict[tuple[Any, ...], Backward] = {}
@@ -96,7 +98,7 @@ def split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> tu
     return key, numbers
 
 
-def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> Any:
+def remember(table: dict[tuple[Any, ...], Value], key: tuple[Any, ...], value: Value) -> Value:
     if len(table) >= _TABLE_MAX:
         table.clear()
     table[key] = value
@@ -105,8 +107,7 @@ def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any
 
 def _prepare(key: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Call:
     with torch.no_grad():  # gradients are the operator's affair
-        call: Call = remember(_forwards, key, launch.prepare(q, k, v, options))
-    return call
+        return remember(_forwards, key, launch.prepare(q, k, v, options))
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *given: Any) -> Any:
