@@ -411,6 +411,27 @@ def test_one_graph_serves_every_batch_and_length():
     assert counter.frame_count <= 2
 
 
+def test_a_graph_of_appends_copies_no_cache():
+    """Inductor writes into the caches it is given, however often: a copy a step would cost more than attention does."""
+    from torch._inductor.utils import run_and_get_code
+
+    def steps(q, new, k, v, seqlens, later):
+        first = attention_kvcache(q, k, v, cache_seqlens=seqlens, k_new=new, v_new=new)
+        return attention_kvcache(first, k, v, cache_seqlens=later, k_new=new, v_new=new)
+
+    inputs = make_inputs(CacheCase((5, 7), capacity=64, dtype="float32"))
+    k, v = inputs.k.nan_to_num(), inputs.v.nan_to_num()
+    copies, new = (k.clone(), v.clone()), torch.randn(2, 1, 2, 16)
+    seqlens = inputs.cache_seqlens, inputs.cache_seqlens + 1
+    torch._dynamo.reset()
+    out, (code,) = run_and_get_code(torch.compile(steps, fullgraph=True), inputs.q, new, k, v, *seqlens)
+    assert torch.equal(out, steps(inputs.q, new, *copies, *seqlens))
+    assert torch.equal(k, copies[0]) and torch.equal(v, copies[1])
+    body = code[code.index("def call(") :]
+    assert body.count("torch.ops.cute_flash.attention_kvcache_append.default(") == 2
+    assert "empty_strided" not in body and "copy" not in body and "clone" not in body
+
+
 def test_fake_tensors_take_the_operator_and_its_checks():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
