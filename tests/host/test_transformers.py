@@ -249,6 +249,36 @@ def test_opcheck_of_spans(rows, seqlen_q, lse):
     torch.library.opcheck(torch.ops.cute_flash.spans_of_mask, (None, torch.tensor(3), 2, 1, 8, 0, 0, 7, 0))
 
 
+@pytest.mark.parametrize("bounds", [(None, 0), (None, None), (3, 0), (4, 4)], ids=str)
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_packed_or_one_by_one_is_the_same(monkeypatch, bounds, in_graph):
+    """A chunk of five rows over a cache of 14 that holds 11, padded on the left, on the right, and whole; one sequence
+    of padding alone. NaN stands where nobody may look."""
+    real = torch.tensor([[0] * 4 + [1] * 7, [1] * 9 + [0] * 2, [1] * 11, [0] * 11, [0] * 10 + [1]], dtype=torch.bool)
+    if bounds == (None, None):
+        real = torch.cat([real, torch.zeros(5, 3, dtype=torch.bool)], 1)
+    mask = runs.of_mask(real, runs.Places(5, 5, 14, 6, 0), bounds)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(5, n, heads, 16, dtype=torch.float64) for n, heads in ((5, 4), (14, 2), (14, 2)))
+    seen = torch.zeros(5, 14, dtype=torch.bool)
+    seen[:, : real.shape[1]] = real
+    for x in (k, v):
+        x[~seen] = float("nan")
+    dout = torch.randn_like(q)
+    attend, results = runs.attend_in_graph if in_graph else runs.attend, []
+    for packed in (True, False):
+        if not packed:
+            monkeypatch.setattr(runs, "_is_packed", lambda parts, q: False)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, mask, 0.3, 5.0)
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+    out, dq, dk, dv = results[0]
+    assert out[2].abs().min() > 0 and not out[3].any() and not out.isnan().any()
+    assert not any(grad.isnan().any() for grad in (dq, dk, dv)) and not dk[~seen].any() and not dv[~seen].any()
+
+
 def test_a_second_derivative_of_spans_raises():
     q, k, v = (torch.randn(2, 5, 2, 16, requires_grad=True) for _ in range(3))
     mask = torch.tensor([[0, 0, 5, 5, -1, 0], [1, 1, 5, 5, -1, 0]], dtype=torch.int32)[:, None, None]
