@@ -1,4 +1,4 @@
-"""The known cases and values that break gradients, through the front door on an emulated Blackwell: forward and backward.
+"""The known cases and values that break gradients, on an emulated Blackwell through the front door: both directions.
 
 Every run: one of each kind, rotating by day. scripts/test --all: all.
 """
