@@ -137,6 +137,21 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
 
 ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward take turns at dQ
 
+WIDE = "wide"  # Plan.variant: one kernel for heads that backward.py has no registers for, see backward_wide.py
+
+WIDE_TILE = Tile(64, 96, stages=2)
+
+
+def wide_backward(head_dim: int, head_dim_v: int) -> bool:
+    """For widths of 192, and 128 or 192 of v."""
+    return _halved(head_dim) == 192 and _halved(head_dim_v) in (128, 192)
+
+
+def wide_do_slots(width_v: int) -> int:
+    """K, V, two slots of Q, P, dS and a tile of dQ leave room for one slot of dO at 192 columns, for two at 128."""
+    return 1 if width_v > 128 else 2
+
+
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
 FUSED_WIDTH = 128  # of q and k, and of v, at most where one kernel makes dQ, dK and dV: what dK, dV, S^T and dP^T of a
@@ -171,6 +186,8 @@ def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
     where dK and dV of 64 fit a warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more), else
     64 (dkdv.py)."""
     width_qk, width_v = backward_widths(head_dim, head_dim_v)
+    if wide_backward(head_dim, head_dim_v):
+        return WIDE_TILE
     if not fused_backward(head_dim, head_dim_v):
         return Tile(64, 128 if width_qk + width_v <= WHOLE_WIDTHS and plain else 64, stages=2)
     return Tile(128 if width_qk + width_v <= 128 and plain else 64, 128, stages=2)
@@ -195,6 +212,8 @@ ALTERNATING = {(128, 128, "full")}
 
 
 def backward_variant(head_dim: int, head_dim_v: int, mask: str, tile: Tile) -> str:
+    if wide_backward(head_dim, head_dim_v):
+        return WIDE
     if not fused_backward(head_dim, head_dim_v):
         return APART
     widths = width(head_dim), width(head_dim_v)

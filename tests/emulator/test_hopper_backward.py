@@ -55,7 +55,8 @@ def cell(dims, lengths, heads=(1, 1), **fields) -> Cell:
     return Cell(Case(batch, *lengths, *heads, *dims, **fields), *more)
 
 
-# Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 up to 128, 64 x 64 and 128 x 64 beyond.
+# Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 up to 128, 64 x 96 for 129 to 192 columns, 64 x 64 and 128 x 64
+# beyond.
 CELLS = (
     cell(64, (130, 257)),  # two query tiles, three key tiles, one key in the last
     cell(64, (193, 193), causal=True, heads=(2, 1)),
@@ -79,6 +80,12 @@ CELLS = (
     cell(256, (129, 63), heads=(2, 1)),
     cell((192, 128), (127, 130), causal=True, heads=(2, 1)),
     cell(192, (64, 129), window=(None, 20)),
+    cell(192, (193, 193), causal=True),  # four query tiles, three key tiles, one key in the last
+    cell(136, (65, 95), heads=(2, 1), batch=2, lse_grad=True),  # keys end in the second warpgroup's
+    cell((160, 104), (130, 193), heads=(2, 2), layout="heads_first", dtype="float16"),
+    cell(192, (150, 40), causal=True, softcap=4.0),  # rows that see no key, a warpgroup without a key
+    cell(192, (100, 300), window=(60, 10), softcap=15.0, heads=(2, 1), deterministic=True),
+    cell((192, 128), (129, 193), causal=True, deterministic=True),
     cell((40, 136), (70, 70), softcap=5.0, lse_grad=True),
 )
 

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cute_flash.spec.plan import Tile
 
 from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .memory import transposed
+from .memory import BackwardLayouts, KeyLayouts, transposed
 
 SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -101,9 +101,9 @@ class Accumulators(NamedTuple):
     ds_packed: cute.Tensor  # the same of dS^T
 
 
-def make_operands(mmas: BackwardMmas, smem: tuple, group: Int32) -> Operands:
+def make_operands(mmas: BackwardMmas, rooms: BackwardLayouts, group: Int32) -> Operands:
     """`group`, warp-uniform, stands for its first thread: descriptors are then formed in uniform registers."""
-    s_k, s_v, s_q, s_do, s_ds = smem
+    s_k, s_v, s_q, s_do, s_ds = rooms
     first = group * WARPGROUP
     scores, dk, dv, dq = mmas.scores(), mmas.by_keys(mmas.width_qk), mmas.by_keys(mmas.width_v), mmas.dq()
     part, dq_part = scores.get_slice(first), dq.get_slice(0 if mmas.alternate else first)
@@ -176,8 +176,8 @@ class KeyAccumulators(NamedTuple):
     ds_packed: cute.Tensor
 
 
-def make_key_operands(mmas: BackwardMmas, smem: tuple, group: Int32) -> KeyOperands:
-    s_k, s_v, s_q, s_do = smem
+def make_key_operands(mmas: BackwardMmas, rooms: KeyLayouts, group: Int32) -> KeyOperands:
+    s_k, s_v, s_q, s_do = rooms
     first = group * WARPGROUP
     scores, gradients, dk, dv = (
         mmas.scores(), mmas.gradients(), mmas.by_keys(mmas.width_qk), mmas.by_keys(mmas.width_v)

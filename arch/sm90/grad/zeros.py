@@ -19,12 +19,12 @@ from .queue import UnitRing, receive, unit_states
 
 
 class Zeroing(NamedTuple):
-    """Read-only."""
+    """Read-only; the scratch alone where no dQ is summed."""
 
     scratch: Scratch
-    ahead: Ahead
-    heads_kv: Int32
-    units: Int32  # of the launch
+    ahead: Ahead | None = None
+    heads_kv: Int32 | None = None
+    units: Int32 | None = None  # of the launch
 
 
 def _word(zeroing: Zeroing, row: Int32):
