@@ -189,8 +189,12 @@ def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
     if wide_backward(head_dim, head_dim_v):
         return WIDE_TILE
     if not fused_backward(head_dim, head_dim_v):
-        return Tile(64, 128 if width_qk + width_v <= WHOLE_WIDTHS and plain else 64, stages=2)
+        return _apart_tile(width_qk + width_v, plain)
     return Tile(128 if width_qk + width_v <= 128 and plain else 64, 128, stages=2)
+
+
+def _apart_tile(widths: int, plain: bool) -> Tile:
+    return Tile(64, 128 if widths <= WHOLE_WIDTHS and plain else 64, stages=2)
 
 
 def dq_width(width_qk: int, tile: Tile, variant: str) -> int:
@@ -223,6 +227,9 @@ def backward_variant(head_dim: int, head_dim_v: int, mask: str, tile: Tile) -> s
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
+    if plan.variant == WIDE:
+        apart = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
+        return (replace(plan, tile=apart, variant=APART, deterministic=True),)
     if plan.variant == APART:
         return (replace(plan, tile=Tile(64, 64, stages=2)),)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
