@@ -21,10 +21,10 @@ def compile_forward(plan: Plan, options: str = ""):
 
 
 def compile_backward(plan: Plan, options: str = ""):
-    kernels = {
-        APART: (ApartBackwardSm90, BoundedApartBackwardSm90),
-        WIDE: (WideBackwardSm90, BoundedWideBackwardSm90),
-    }
-    plain, bounded = kernels.get(plan.variant, (BackwardSm90, BoundedBackwardSm90))
+    plain, bounded = BackwardSm90, BoundedBackwardSm90
+    if plan.variant == APART:
+        plain, bounded = ApartBackwardSm90, BoundedApartBackwardSm90
+    elif plan.variant.startswith(WIDE):
+        plain, bounded = WideBackwardSm90, BoundedWideBackwardSm90
     kernel = plain if plan.plain else bounded
     return operands.compile_backward(kernel(plan, operands.DTYPES[plan.dtype]), plan, options)

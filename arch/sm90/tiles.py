@@ -139,6 +139,11 @@ ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward 
 
 WIDE = "wide"  # Plan.variant: one kernel for heads that backward.py has no registers for, see backward_wide.py
 
+OWN = "wide own"  # Plan.variant: the same, and a warpgroup sums dK and dV of its own keys alone
+
+EARLY = "wide early"  # Plan.variant: dV is issued before dS is formed
+DQ_FIRST = "wide dq-first"  # Plan.variant: dQ is issued before dV
+
 WIDE_TILE = Tile(64, 96, stages=2)
 
 
@@ -229,7 +234,8 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == WIDE:
         apart = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
-        return (replace(plan, tile=apart, variant=APART, deterministic=True),)
+        others = (replace(plan, variant=variant) for variant in (OWN, EARLY, DQ_FIRST))
+        return *others, replace(plan, tile=apart, variant=APART, deterministic=True)
     if plan.variant == APART:
         return (replace(plan, tile=Tile(64, 64, stages=2)),)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
