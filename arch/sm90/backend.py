@@ -45,7 +45,8 @@ class Sm90Backend:
         )
         if problem.direction == FORWARD:
             return forward
-        widths, tile = tiles.backward_widths(*dims), tiles.backward_tile(*dims, forward.plain)
+        widths = tiles.backward_widths(*dims)
+        tile = tiles.backward_tile(*dims, forward.plain, tiles.wide_backward(problem))
         variant = tiles.backward_variant(*dims, str(mask), tile)
         return replace(
             forward,

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
+from cute_flash.spec.problem import Problem
 from cute_flash.spec.scratch import ScratchRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
@@ -147,9 +148,19 @@ DQ_FIRST = "wide dq-first"  # Plan.variant: dQ is issued before dV
 WIDE_TILE = Tile(64, 96, stages=2)
 
 
-def wide_backward(head_dim: int, head_dim_v: int) -> bool:
-    """For widths of 192, and 128 or 192 of v."""
-    return _halved(head_dim) == 192 and _halved(head_dim_v) in (128, 192)
+def wide_backward(problem: Problem) -> bool:
+    """For widths of 192, and 128 or 192 of v. It adds dQ in memory, in any order, and a tile of 96 keys sees more that
+    a causal mask hides: two kernels (APART) win at few keys, and where gradients must be repeatable.
+
+    NVIDIA H200, 2026-11-30, commit 9d04420, TFLOP/s wide / apart / FA4. d=192 causal S=512 210 236 214, 1024 327 316
+    314, 2048 422 361 385, 4096 493 391 442, 16384 538 408 503, full 1024 425 373 400, 4096 507 401 475, 16384 559 402
+    525; (192,128) causal 1024 295 335 284, 4096 440 432 402, 16384 482 464 464, full 1024 381 401 363, 4096 463 452
+    446, 16384 505 452 490. d=192 causal 4096 added in turn 297, apart 411.
+    """
+    widths = _halved(problem.head_dim), _halved(problem.head_dim_v)
+    if problem.deterministic or widths not in ((192, 192), (192, 128)):
+        return False
+    return not problem.short or (widths == (192, 192) and str(problem.mask) == "full")
 
 
 def wide_do_slots(width_v: int) -> int:
@@ -182,7 +193,7 @@ def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 WHOLE_WIDTHS = 320  # of dK and dV together at most where a warpgroup holds all columns of 64 keys
 
 
-def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
+def backward_tile(head_dim: int, head_dim_v: int, plain: bool, wide: bool) -> Tile:
     """Rows measured: perf/results/hopper_backward_variants.csv, d=64 causal S=4096 488 against 404 for 64 rows.
 
     Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
@@ -191,7 +202,7 @@ def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
     where dK and dV of 64 fit a warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more), else
     64 (dkdv.py)."""
     width_qk, width_v = backward_widths(head_dim, head_dim_v)
-    if wide_backward(head_dim, head_dim_v):
+    if wide:
         return WIDE_TILE
     if not fused_backward(head_dim, head_dim_v):
         return _apart_tile(width_qk + width_v, plain)
@@ -221,7 +232,7 @@ ALTERNATING = {(128, 128, "full")}
 
 
 def backward_variant(head_dim: int, head_dim_v: int, mask: str, tile: Tile) -> str:
-    if wide_backward(head_dim, head_dim_v):
+    if tile == WIDE_TILE:
         return WIDE
     if not fused_backward(head_dim, head_dim_v):
         return APART
@@ -237,7 +248,9 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
         others = (replace(plan, variant=variant) for variant in (OWN, EARLY, DQ_FIRST))
         return *others, replace(plan, tile=apart, variant=APART, deterministic=True)
     if plan.variant == APART:
-        return (replace(plan, tile=Tile(64, 64, stages=2)),)
+        wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
+        others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
+        return replace(plan, tile=Tile(64, 64, stages=2)), *others
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
     tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
     return tuple(

@@ -129,7 +129,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *give
 def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
     q, k, v, out, lse, *given = rest
     words = Words(*given)
-    key = (*kind(q, k, v, words), dlse is not None)
+    key = (*kind(q, k, v, words), k.shape[1] <= SHORT_KEYS, dlse is not None)
     backward = _backwards.get(key)
     if backward is None or not _fit(q, k, v):
         request.check_tensors(q, k, v)
