@@ -28,14 +28,20 @@ from .grad import convert, zeros
 from .grad.epilogue import add_dq, hand_over_dq
 from .grad.load import Feed, Sources, feed_unit, prefetch_descriptors, sources_of, tile_copy
 from .grad.mask import mask_transposed
-from .grad.memory import ZEROS, backward_layouts, rooms_of, storage_of
+from .grad.memory import backward_layouts, rooms_of, storage_of, zeros_of
 from .grad.mma import Accumulators, BackwardMmas, as_operand, issue, make_accumulators, make_operands
 from .grad.pipeline import DS_STORED, BackwardPipelines, backward_states, open_backward
 from .grad.queue import announce, draw, open_units, receive, unit_states
 from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, ZERO_WARP, backward_schedule
-from .grad.weights import capped_probabilities, probabilities, score_gradients
+from .grad.weights import (
+    capped_probabilities,
+    exponentials,
+    probabilities,
+    score_gradients,
+    weights_and_gradients,
+)
 from .pipeline import wait_full
-from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
+from .schedule import WARPGROUP
 from .tiles import ALTERNATE, dq_width
 
 
@@ -145,7 +151,7 @@ class BackwardSm90(PlainEntry):
         prefetch_descriptors(warp_index, (sources.k, sources.q, sources.v, sources.do))
         floats, receivers, s_dq = {}, schedule.mma_warps, None
         if cutlass.const_expr(makes_dq):
-            floats = {"dq": tile.tile_m * self.width_dq, "zeros": ZEROS}
+            floats = {"dq": tile.tile_m * self.width_dq, "zeros": zeros_of(tile)}
             receivers += self.mmas.dq_parts + 1
         storage = SmemAllocator().allocate(storage_of(layouts, self.dtype, 2 * tile.tile_m, floats))
         rooms = rooms_of(storage, layouts)
@@ -154,7 +160,7 @@ class BackwardSm90(PlainEntry):
         units = ring, sizes.heads_q // sizes.heads_kv
         pipes = open_backward(storage, layouts, 2 * tile.tile_m, self.dtype, schedule)
         if cutlass.const_expr(makes_dq):
-            parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, self.mmas.dq_parts)
+            parts = (tile.tile_m * self.width_dq // self.mmas.dq_parts, self.mmas.dq_parts)
             s_dq = storage.dq.get_tensor(cute.make_layout(parts))
 
         if warp_index < 4:
@@ -168,7 +174,7 @@ class BackwardSm90(PlainEntry):
                     if warp_index < FIRST_ADD_WARP + self.mmas.dq_parts:
                         self.add_role(s_dq, zeroing, units, warp_index - FIRST_ADD_WARP, sizes)
                     elif warp_index == ZERO_WARP:
-                        zeros.zero_role(zeroing, storage.zeros.get_tensor(cute.make_layout(ZEROS)), ring)
+                        zeros.zero_role(zeroing, storage.zeros.get_tensor(cute.make_layout(zeros_of(tile))), ring)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             context = MmaContext(
@@ -299,12 +305,18 @@ class BackwardSm90(PlainEntry):
         rows = cute.local_tile(context.s_rows[None, q_state.index], (self.tile.tile_m,), (None,))  # (tile_m, 2)
         if cutlass.const_expr(self.softcap):
             capped_probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors, self.kind)
+        elif cutlass.const_expr(self.mmas.dq_transposed):
+            exponentials(acc.s, rows[None, 0], thread, context.factors[0], self.kind)
         else:
             probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.kind)
         warpgroup.wait_group(0)
         if last:
             pipes.v.consumer_release(kv_state)
-        score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
+        if cutlass.const_expr(self.mmas.dq_transposed and not self.softcap):
+            packed = acc.p_packed, acc.ds_packed
+            weights_and_gradients(acc.s, acc.dp, packed, rows[None, 1], thread, self.kind)
+        else:
+            score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
         ds_slot = q_state.index
         self.store_ds(acc, context.rooms.ds[None, None, ds_slot], thread)
         do_columns = ops.do_columns[None, None, None, do_state.index]
@@ -328,7 +340,8 @@ class BackwardSm90(PlainEntry):
             issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
         else:
             cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
-            issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
+            factors = (k_columns, ds) if cutlass.const_expr(self.mmas.dq_transposed) else (ds, k_columns)
+            issue(self.mmas.dq(), acc.dq, *factors, False)
             warpgroup.wait_group(1)
             pipes.do.consumer_release(do_state)
             issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
@@ -341,7 +354,7 @@ class BackwardSm90(PlainEntry):
 
     def store_ds(self, acc: Accumulators, s_ds: cute.Tensor, thread: Int32):
         """This warpgroup's keys of dS^T, by stmatrix. s_ds: (tile_m, tile_n)."""
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(self.mmas.dq_transposed, 4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, self.mmas.scores()).get_slice(thread)
         by_keys = cute.make_tensor(s_ds.iterator, cute.select(s_ds.layout, mode=[1, 0]))
         rounded = cute.make_tensor(cute.recast_ptr(acc.ds_packed.iterator, dtype=self.dtype), acc.s.layout)

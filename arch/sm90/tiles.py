@@ -252,6 +252,8 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
         return replace(plan, tile=Tile(64, 64, stages=2)), *others
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
+    if plan.head_dim == plan.head_dim_v == 128 and plan.plain:
+        rows = (64, 80)
     tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
     return tuple(
         replace(each, variant=variant)

@@ -27,7 +27,13 @@ from ..memory import SWIZZLE_ALIGN
 from ..schedule import WARPGROUP
 
 TICKET_SLOTS, TICKET_WORDS = 2, 8  # of the ring in which a CTA's next unit is announced: see queue.py
-ZEROS = 2048  # floats: 8 kB, stored again and again over the sums of later units, see zeros.py
+
+
+def zeros_of(tile: Tile) -> int:
+    """Floats that are stored again and again over the sums of later units, see zeros.py: 8 kB, or what is left."""
+    return 256 if tile.tile_m % 64 else 2048
+
+
 DS_SLOTS = 2  # a warpgroup may store its next dS while another still multiplies the last one
 
 
@@ -57,12 +63,15 @@ class BackwardLayouts(NamedTuple):
 def backward_layouts(tile: Tile, widths: tuple[int, int, int], dq_columns: int, dtype: type) -> BackwardLayouts:
     """`widths`: (width_qk, width_v, width_dq); dq_columns: of a warpgroup's part of dQ."""
     width_qk, width_v, width_dq = widths
+    ds = hopper.make_smem_layout_a(LayoutEnum.COL_MAJOR, (tile.tile_m, width_dq, tile.tile_n), dtype, DS_SLOTS)
+    if tile.tile_m % 64:
+        ds = row_layout(tile.tile_m, tile.tile_n, tile.tile_n, DS_SLOTS, dtype)  # keys contiguous
     return BackwardLayouts(
         k=row_layout(tile.tile_n, width_dq, dq_columns, 1, dtype),
         v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
         q=row_layout(tile.tile_m, width_qk, width_qk, tile.stages, dtype),
         do=row_layout(tile.tile_m, width_v, width_v, tile.stages, dtype),
-        ds=hopper.make_smem_layout_a(LayoutEnum.COL_MAJOR, (tile.tile_m, width_dq, tile.tile_n), dtype, DS_SLOTS),
+        ds=ds,
     )
 
 
