@@ -140,11 +140,6 @@ ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward 
 
 WIDE = "wide"  # Plan.variant: one kernel for heads that backward.py has no registers for, see backward_wide.py
 
-OWN = "wide own"  # Plan.variant: the same, and a warpgroup sums dK and dV of its own keys alone
-
-EARLY = "wide early"  # Plan.variant: dV is issued before dS is formed
-DQ_FIRST = "wide dq-first"  # Plan.variant: dQ is issued before dV
-
 WIDE_TILE = Tile(64, 96, stages=2)
 
 
@@ -152,10 +147,10 @@ def wide_backward(problem: Problem) -> bool:
     """For widths of 192, and 128 or 192 of v. It adds dQ in memory, in any order, and a tile of 96 keys sees more that
     a causal mask hides: two kernels (APART) win at few keys, and where gradients must be repeatable.
 
-    NVIDIA H200, 2026-11-30, commit 9d04420, TFLOP/s wide / apart / FA4. d=192 causal S=512 210 236 214, 1024 327 316
-    314, 2048 422 361 385, 4096 493 391 442, 16384 538 408 503, full 1024 425 373 400, 4096 507 401 475, 16384 559 402
-    525; (192,128) causal 1024 295 335 284, 4096 440 432 402, 16384 482 464 464, full 1024 381 401 363, 4096 463 452
-    446, 16384 505 452 490. d=192 causal 4096 added in turn 297, apart 411.
+    NVIDIA H200, 2026-11-30, commits 9d04420 and e434319, TFLOP/s wide / apart / FA4. d=192 causal S=512 210 236 214,
+    1024 327 316 314, 2048 422 361 385, 4096 495 392 445, 16384 541 411 512, full 1024 429 376 403, 4096 507 401 475,
+    16384 568 407 524; (192,128) causal 1024 295 335 284, 2048 384 388 346, 4096 451 431 403, 16384 482 464 464, full
+    1024 381 401 363, 4096 459 441 434, 16384 506 446 478. d=192 causal 4096 added in turn 297, apart 411.
     """
     widths = _halved(problem.head_dim), _halved(problem.head_dim_v)
     if problem.deterministic or widths not in ((192, 192), (192, 128)):
@@ -245,8 +240,7 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == WIDE:
         apart = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
-        others = (replace(plan, variant=variant) for variant in (OWN, EARLY, DQ_FIRST))
-        return *others, replace(plan, tile=apart, variant=APART, deterministic=True)
+        return (replace(plan, tile=apart, variant=APART, deterministic=True),)
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()

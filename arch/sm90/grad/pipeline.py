@@ -28,7 +28,7 @@ from cutlass import Float32
 from ..schedule import WARPGROUP, Schedule
 from .memory import slots_of
 
-DS_STORED, DQ_FULL, DQ_EMPTY, TILE_READ, OWN_STORED = 1, 3, 5, 7, 9  # ids; each takes up to two
+DS_STORED, DQ_FULL, DQ_EMPTY, TILE_READ = 1, 3, 5, 7  # ids; each takes up to two
 DQ_THREADS = WARPGROUP + 32
 
 

@@ -31,7 +31,6 @@ class TransposedMmas:
     width_qk: int
     width_v: int
     dtype: type
-    own: bool = False  # does a warpgroup sum all columns of dK and dV of its own keys?
     warpgroups: int = 2
 
     @property
@@ -49,11 +48,11 @@ class TransposedMmas:
 
     def whole(self, width: int) -> int:
         """Blocks of dV^T or dK^T that a warpgroup has alone."""
-        return 0 if self.own else width // BLOCK // self.warpgroups
+        return width // BLOCK // self.warpgroups
 
-    def shared(self, width: int) -> int:
-        """The other blocks, of which each warpgroup has its own keys."""
-        return width // BLOCK - self.whole(width) * self.warpgroups
+    def shares(self, width: int) -> bool:
+        """Is there another, of which each warpgroup has its own keys?"""
+        return width // BLOCK % self.warpgroups != 0
 
     def _make(self, majors: tuple, warpgroups: int, columns: int) -> cute.TiledMma:
         layout, shape = (1, warpgroups, 1), (ROWS_PER_WARPGROUP, columns)
@@ -170,9 +169,9 @@ def pieces(mmas: TransposedMmas, sums: cute.Tensor, width: int, group: Int32) ->
 
     for i in range(whole):
         found.append(Piece(view(i * tile_n // 2, tile_n), i * mmas.warpgroups + group, Int32(0), tile_n))
-    for i in range(mmas.shared(width)):
-        block, start = Int32(whole * mmas.warpgroups + i), (whole * tile_n + i * mmas.keys) // 2
-        found.append(Piece(view(start, mmas.keys), block, group * mmas.keys, mmas.keys))
+    if mmas.shares(width):
+        last = Int32(width // BLOCK - 1)
+        found.append(Piece(view(whole * tile_n // 2, mmas.keys), last, group * mmas.keys, mmas.keys))
     return found
 
 
