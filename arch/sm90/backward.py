@@ -71,6 +71,8 @@ class BackwardSm90(PlainEntry):
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.alternate, self.deterministic = plan.variant == ALTERNATE, plan.deterministic
+        factor = int(plan.variant.partition(" x")[2] or 1)
+        self.section_widths = plan.head_dim // factor, plan.head_dim_v // factor
         self.mmas = self.make_mmas()
         self.schedule = backward_schedule(self.mmas.warpgroups)
 
@@ -104,7 +106,7 @@ class BackwardSm90(PlainEntry):
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
         parts = self.mmas.dq_parts if self.deterministic else 0
         scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=True)
-        ahead = ahead_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
+        ahead = ahead_of(sizes, tile, self.section_widths, self.mask)
         delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, ahead).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
@@ -195,7 +197,7 @@ class BackwardSm90(PlainEntry):
     def load_role(self, pipes: BackwardPipelines, units: tuple, origin: tuple, rooms: tuple, sizes: Sizes):
         sources, scratch = origin
         smem, s_rows = rooms
-        tile, widths = self.tile, (self.width_qk, self.width_v)
+        tile, widths = self.tile, self.section_widths
         ring, _ = units
         states = backward_states(pipelines.PipelineUserType.Producer, self.slots)
         ticket_state, count = unit_states(pipelines.PipelineUserType.Producer), unit_count(sizes, tile)

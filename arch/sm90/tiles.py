@@ -238,9 +238,12 @@ def backward_variant(head_dim: int, head_dim_v: int, mask: str, tile: Tile) -> s
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
+    sections: tuple[Plan, ...] = ()
+    if str(plan.mask) == "causal" and plan.variant in ("", WIDE):
+        sections = tuple(replace(plan, variant=f"{plan.variant} x{factor}") for factor in (2, 4, 16))
     if plan.variant == WIDE:
         apart = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
-        return (replace(plan, tile=apart, variant=APART, deterministic=True),)
+        return sections or (replace(plan, tile=apart, variant=APART, deterministic=True),)
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
@@ -249,7 +252,7 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     if plan.head_dim == plan.head_dim_v == 128 and plan.plain:
         rows = (64, 80)
     tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
-    return tuple(
+    return sections + tuple(
         replace(each, variant=variant)
         for each in tiles
         for variant in ("", ALTERNATE)
