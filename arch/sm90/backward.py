@@ -71,7 +71,8 @@ class BackwardSm90(PlainEntry):
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.alternate, self.deterministic = plan.variant == ALTERNATE, plan.deterministic
-        factor = int(plan.variant.partition(" x")[2] or 1)
+        self.base, _, factor = plan.variant.partition(" x")
+        factor = int(factor or 1)
         self.section_widths = plan.head_dim // factor, plan.head_dim_v // factor
         self.mmas = self.make_mmas()
         self.schedule = backward_schedule(self.mmas.warpgroups)

@@ -27,6 +27,7 @@ from .grad.transposed_mma import (
     TransposedMmas,
     TransposedOperands,
     issue_blocks,
+    issue_dq_halves,
     make_transposed_accumulators,
     make_transposed_operands,
     pieces,
@@ -42,6 +43,7 @@ class WideBackwardSm90(BackwardSm90):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
     def make_mmas(self) -> TransposedMmas:
+        self.halves = self.base.endswith(" rs")
         return TransposedMmas(self.tile, self.width_qk, self.width_v, self.dtype)
 
     @property
@@ -103,7 +105,7 @@ class WideBackwardSm90(BackwardSm90):
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=both)
         if cutlass.const_expr(self.slots[1] > 1):
-            self.issue_dq(context)
+            self.issue_dq(context, group)
             self.issue_values(context, do_state.index, group)
             self.leave_dq(context, kv_state, group, last)
             self.issue_keys(context, q_state.index, group)
@@ -111,7 +113,7 @@ class WideBackwardSm90(BackwardSm90):
             pipes.do.consumer_release(do_state)
         else:
             self.issue_values(context, do_state.index, group)
-            self.issue_dq(context)
+            self.issue_dq(context, group)
             warpgroup.wait_group(1)
             pipes.do.consumer_release(do_state)
             self.issue_keys(context, q_state.index, group)
@@ -129,8 +131,11 @@ class WideBackwardSm90(BackwardSm90):
         else:
             mask_scores(context.acc.s, thread, *place, context.seqlens, self.mask.causal)
 
-    def issue_dq(self, context: MmaContext):
+    def issue_dq(self, context: MmaContext, group: Int32):
         ops = context.ops
+        if self.halves:
+            issue_dq_halves(self.mmas, ops, context.acc, group)
+            return
         ds_rows, k_columns = ops.ds_rows[None, None, None, 0], ops.k_columns[None, None, None, 0]
         issue(self.mmas.dq(), context.acc.dq, ds_rows, k_columns, False)
 

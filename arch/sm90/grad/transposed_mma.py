@@ -18,8 +18,10 @@ from cute_flash.spec.plan import Tile
 
 from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
 from .memory import TransposedLayouts, transposed
+from .mma import as_operand
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 BLOCK = 64  # columns of dV^T or dK^T: wgmma's M
 
 
@@ -54,9 +56,9 @@ class TransposedMmas:
         """Is there another, of which each warpgroup has its own keys?"""
         return width // BLOCK % self.warpgroups != 0
 
-    def _make(self, majors: tuple, warpgroups: int, columns: int) -> cute.TiledMma:
+    def _make(self, majors: tuple, warpgroups: int, columns: int, source=SMEM) -> cute.TiledMma:
         layout, shape = (1, warpgroups, 1), (ROWS_PER_WARPGROUP, columns)
-        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, *majors, Float32, layout, shape)
+        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, *majors, Float32, layout, shape, source)
 
     def scores(self) -> cute.TiledMma:
         """Of S and of dP: (tile_m, tile_n)."""
@@ -69,6 +71,10 @@ class TransposedMmas:
     def dq(self) -> cute.TiledMma:
         """(tile_m, width_qk)."""
         return self._make((MN_MAJOR, MN_MAJOR), self.warpgroups, self.dq_columns)
+
+    def dq_own(self) -> cute.TiledMma:
+        """The same of the keys whose dS is in the warpgroup's registers."""
+        return self._make((K_MAJOR, MN_MAJOR), self.warpgroups, self.dq_columns, RMEM)
 
 
 class TransposedOperands(NamedTuple):
@@ -189,4 +195,23 @@ def issue_blocks(mmas: cutlass.Constexpr, found: list, blocks: cute.Tensor, weig
         a, b = blocks[None, None, None, piece.block], weights[0 if piece.keys == mmas.tile.tile_n else 1]
         for step in cutlass.range_constexpr(cute.size(b, mode=[2])):
             cute.gemm(mma, piece.acc, a[None, None, step], b[None, None, step], piece.acc)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def issue_dq_halves(mmas: cutlass.Constexpr, ops: TransposedOperands, acc: TransposedAccumulators, group: Int32):
+    """dQ = dS K, the warpgroup's keys from registers, the other's from shared memory; one commit group."""
+    own, other = mmas.dq_own(), mmas.dq()
+    mine = as_operand(acc.ds_packed, mmas.dtype)
+    ds_rows, k_columns = ops.ds_rows[None, None, None, 0], ops.k_columns[None, None, None, 0]
+    steps = cute.size(mine, mode=[2])
+    own.set(warpgroup.Field.ACCUMULATE, False)
+    other.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.fence()
+    for step in cutlass.range_constexpr(steps):
+        cute.gemm(own, acc.dq, mine[None, None, step], k_columns[None, None, group * steps + step], acc.dq)
+        own.set(warpgroup.Field.ACCUMULATE, True)
+    for step in cutlass.range_constexpr(steps):
+        at = (1 - group) * steps + step
+        cute.gemm(other, acc.dq, ds_rows[None, None, at], k_columns[None, None, at], acc.dq)
     warpgroup.commit_group()
