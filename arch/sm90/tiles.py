@@ -242,8 +242,8 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     if str(plan.mask) == "causal" and plan.variant in ("", WIDE):
         sections = tuple(replace(plan, variant=f"{plan.variant} x{factor}") for factor in (2, 4, 16))
     if plan.variant == WIDE:
-        _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
-        apart = replace(plan, tile=_apart_tile(widths, plan.plain), variant=APART, deterministic=True)
+        tile = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
+        apart = replace(plan, tile=tile, variant=APART, deterministic=True)
         return replace(plan, variant=f"{plan.variant} rs"), *(sections or (apart,))
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
