@@ -20,7 +20,7 @@ from .epilogue import store_transposed
 from .grad.epilogue import hand_over_dq
 from .grad.memory import TransposedLayouts, transposed_layouts
 from .grad.mma import issue
-from .grad.pipeline import DS_STORED, TILE_READ
+from .grad.pipeline import DS_STORED, tell_read, wait_read
 from .grad.transposed_mma import (
     BLOCK,
     TransposedAccumulators,
@@ -62,10 +62,10 @@ class WideBackwardSm90(BackwardSm90):
 
     @cute.jit
     def mma_role(self, context: MmaContext, units: tuple, targets: tuple, scale: Float32):
-        group, both = cute.arch.make_warp_uniform(context.thread // WARPGROUP), self.schedule.mma_threads
-        cute.arch.barrier_arrive(barrier_id=TILE_READ + 1 - group, number_of_threads=both)
+        group = cute.arch.make_warp_uniform(context.thread // WARPGROUP)
+        tell_read(1 - group)
         BackwardSm90.mma_role(self, context, units, targets, scale)
-        cute.arch.barrier(barrier_id=TILE_READ + group, number_of_threads=both)
+        wait_read(group)
 
     @cute.jit
     def leave(self, acc: cute.Tensor, rows: cute.Tensor, thread: Int32, row_start: Int32, width: cutlass.Constexpr):
@@ -82,7 +82,7 @@ class WideBackwardSm90(BackwardSm90):
         P is formed under dP. dQ leaves under other products; where dO has one slot, dV comes before it, so that the
         next dO is asked for early (d=192 without: 2/3 of the speed).
         """
-        pipes, ops, acc, both = context.pipes, context.ops, context.acc, self.schedule.mma_threads
+        pipes, ops, acc = context.pipes, context.ops, context.acc
         kv_state, q_state, do_state = states
         thread, group = context.thread % WARPGROUP, cute.arch.make_warp_uniform(context.thread // WARPGROUP)
         wait_full(pipes.q, q_state)
@@ -95,7 +95,7 @@ class WideBackwardSm90(BackwardSm90):
             at, key_start = turn
             self.hide(context, thread, (at * self.tile.tile_m, key_start + group * self.mmas.keys))
         weights_by_rows(acc.s, acc.p_packed, lse, context.factors, self.dtype)
-        cute.arch.barrier(barrier_id=TILE_READ + group, number_of_threads=both)
+        wait_read(group)
         self.store_weights(acc.p_packed, context.rooms.p, context.thread)
         warpgroup.wait_group(0)
         if last:
@@ -103,7 +103,7 @@ class WideBackwardSm90(BackwardSm90):
         gradients_by_rows(acc.s, acc.dp, acc.ds_packed, delta, self.dtype)
         self.store_weights(acc.ds_packed, context.rooms.ds, context.thread)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=both)
+        cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
         if cutlass.const_expr(self.slots[1] > 1):
             self.issue_dq(context, group)
             self.issue_values(context, do_state.index, group)
@@ -119,7 +119,7 @@ class WideBackwardSm90(BackwardSm90):
             self.issue_keys(context, q_state.index, group)
             self.leave_dq(context, kv_state, group, last)
         warpgroup.wait_group(0)
-        cute.arch.barrier_arrive(barrier_id=TILE_READ + 1 - group, number_of_threads=both)
+        tell_read(1 - group)
         pipes.q.consumer_release(q_state)
 
     @cute.jit

@@ -17,6 +17,7 @@ import torch
 import cute_flash
 from cute_flash.arch.common import order
 from cute_flash.arch.sm90 import backend as sm90
+from cute_flash.arch.sm90 import backward_wide
 from cute_flash.arch.sm90.grad import zeros
 from cute_flash.arch.sm100 import backend as sm100
 from cute_flash.emulator.errors import EmulatorError
@@ -213,6 +214,30 @@ def test_a_planted_fault_in_the_zeros_is_noticed(fault):
                     stack.enter_context(mock.patch.object(zeros, name, value))
                 backend = None if edit else Compiled(sm90.BACKEND)
                 found, inputs, _ = gradients(each, schedule, backend=backend, edit=edit, resident=8)
+        except EmulatorError:
+            return
+        if not max(_errors(each, found, inputs)) < 0.02:
+            return
+    pytest.fail("nothing noticed it")
+
+
+PLANTED_WIDE = {
+    "nobody waits until P and dS are read": {"wait_read": lambda *_: None, "tell_read": lambda *_: None},
+    "P and dS are not fenced": {"edit": lambda p: p.replace("fence.proxy.async.shared::cta;", "")},
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED_WIDE)
+def test_a_planted_fault_in_wide_heads_is_noticed(fault):
+    each, changes = cell(192, (193, 100)), dict(PLANTED_WIDE[fault])
+    edit = changes.pop("edit", None)
+    for schedule in SCHEDULES:
+        try:
+            with contextlib.ExitStack() as stack:
+                for name, value in changes.items():
+                    stack.enter_context(mock.patch.object(backward_wide, name, value))
+                backend = None if edit else Compiled(sm90.BACKEND)
+                found, inputs, _ = gradients(each, schedule, backend=backend, edit=edit)
         except EmulatorError:
             return
         if not max(_errors(each, found, inputs)) < 0.02:

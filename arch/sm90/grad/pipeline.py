@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 import cutlass.pipeline as pipelines
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from ..schedule import WARPGROUP, Schedule
 from .memory import slots_of
@@ -67,3 +67,13 @@ def backward_states(role: pipelines.PipelineUserType, slots: tuple[int, int]) ->
 def row_states(role: pipelines.PipelineUserType, stages: int) -> tuple:
     """Where a role of a CTA that owns query rows stands in Q, dO, K and V."""
     return tuple(pipelines.make_pipeline_state(role, slots) for slots in (1, 1, stages, 1))
+
+
+def tell_read(group: Int32):
+    """To warpgroup `group`, by the other: P and dS of a tile are multiplied."""
+    cute.arch.barrier_arrive(barrier_id=TILE_READ + group, number_of_threads=2 * WARPGROUP)
+
+
+def wait_read(group: Int32):
+    """By warpgroup `group`, until the other has said so."""
+    cute.arch.barrier(barrier_id=TILE_READ + group, number_of_threads=2 * WARPGROUP)
