@@ -46,8 +46,8 @@ class Sm90Backend:
         if problem.direction == FORWARD:
             return forward
         widths = tiles.backward_widths(*dims)
-        tile = tiles.backward_tile(*dims, forward.plain, tiles.wide_backward(problem))
-        variant = tiles.backward_variant(*dims, str(mask), tile)
+        tile = tiles.backward_tile(problem, forward.plain)
+        variant = tiles.backward_variant(*dims, tile)
         return replace(
             forward,
             head_dim=widths[0],

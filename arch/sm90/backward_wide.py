@@ -43,7 +43,7 @@ class WideBackwardSm90(BackwardSm90):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
     def make_mmas(self) -> TransposedMmas:
-        self.halves = self.base.endswith(" rs")
+        self.halves = "rs" in self.variant
         return TransposedMmas(self.tile, self.width_qk, self.width_v, self.dtype)
 
     @property
