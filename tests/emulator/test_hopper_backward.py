@@ -56,7 +56,7 @@ def cell(dims, lengths, heads=(1, 1), **fields) -> Cell:
     return Cell(Case(batch, *lengths, *heads, *dims, **fields), *more)
 
 
-# Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 up to 128, 64 x 96 from 129 to 192 columns; beyond, and where
+# Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 (128 under a full mask: 80 x 128) up to 128, 64 x 96 from 129 to 192 columns; beyond, and where
 # wide heads are asked for deterministic gradients, 64 x 64 or 64 x 128, and 128 x 64.
 CELLS = (
     cell(64, (130, 257)),  # two query tiles, three key tiles, one key in the last
@@ -81,6 +81,7 @@ CELLS = (
     cell(256, (129, 63), heads=(2, 1)),
     cell((192, 128), (127, 130), causal=True, heads=(2, 1)),
     cell(192, (64, 129), window=(None, 20)),
+    cell((120, 112), (161, 130), heads=(2, 1), lse_grad=True),  # three tiles of 80 queries, one in the last
     cell(192, (193, 193), causal=True),  # four query tiles, three key tiles, one key in the last
     cell(136, (65, 95), heads=(2, 1), batch=2, lse_grad=True),  # keys end in the second warpgroup's
     cell((160, 104), (130, 193), heads=(2, 2), layout="heads_first", dtype="float16"),

@@ -82,6 +82,7 @@ COMMON_BACKWARD = [
     backward((64, 64), FULL),
     backward((256, 256), CAUSAL),
     backward((192, 192), CAUSAL),
+    backward((128, 128), FULL),
     backward((64, 64), Mask(left=True, right=True, causal=True), "softcap"),
 ]
 EVERY_BACKWARD = list(
@@ -100,6 +101,7 @@ EVERY_BACKWARD = list(
             [(192, 192), (192, 128)], (FULL, CAUSAL, WINDOW), ((), ("softcap",))
         )
     )
+    | dict.fromkeys(backward((128, 128), FULL, short=True, dtype=dtype) for dtype in ("bfloat16", "float16"))
 )
 
 
@@ -129,6 +131,18 @@ def test_wide_heads_take_one_kernel_where_it_won():
     repeatable = backward((192, 192), FULL, deterministic=True)
     assert repeatable.variant == "apart" and repeatable.deterministic
     assert not backward((192, 192), FULL).deterministic
+
+
+def test_long_heads_of_128_under_a_full_mask_have_tiles_of_80_queries():
+    """tiles.tall_backward says with what figures."""
+    assert {backward(dims, FULL).tile.tile_m for dims in ((128, 128), (120, 104))} == {80}
+    others = [
+        backward((128, 128), FULL, short=True),
+        backward((128, 128), CAUSAL),
+        backward((128, 128), FULL, "softcap"),
+    ]
+    assert {each.tile.tile_m for each in [*others, backward((128, 96), FULL)]} == {64}
+    assert not any(each.variant for each in others)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257))
