@@ -56,8 +56,8 @@ def cell(dims, lengths, heads=(1, 1), **fields) -> Cell:
     return Cell(Case(batch, *lengths, *heads, *dims, **fields), *more)
 
 
-# Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 (128 under a full mask: 80 x 128) up to 128, 64 x 96 from 129 to
-# 192 columns; beyond, and where wide heads are asked for deterministic gradients, 64 x 64 or 64 x 128, and 128 x 64.
+# Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 (128 under a full mask: 80 x 128) up to 128, 64 x 96 from 129
+# to 192 columns; beyond, and where wide heads are to be deterministic, 64 x 64 or 64 x 128, and 128 x 64.
 CELLS = (
     cell(64, (130, 257)),  # two query tiles, three key tiles, one key in the last
     cell(64, (193, 193), causal=True, heads=(2, 1)),
