@@ -71,8 +71,6 @@ class BackwardSm90(PlainEntry):
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.alternate, self.deterministic = plan.variant == ALTERNATE, plan.deterministic
-        self.variant = plan.variant
-        self.hint, self.rotate = "hint" in plan.variant, "rotate" in plan.variant
         self.mmas = self.make_mmas()
         self.schedule = backward_schedule(self.mmas.warpgroups)
 
@@ -213,16 +211,9 @@ class BackwardSm90(PlainEntry):
                 row_values=scratch.rows[None, None, None, unit.batch],
                 s_rows=s_rows,
             )
-            states = feed_unit(pipes, states, feed, unit, self.shift(unit))
+            states = feed_unit(pipes, states, feed, unit)
             index = cute.arch.grid_dim()[0] + draw(scratch.counters, 0)
         announce(ring, ticket_state, (Int32(0),))
-
-    @cute.jit
-    def shift(self, unit: Unit) -> Int32:
-        found = Int32(0)
-        if cutlass.const_expr(self.rotate):
-            found = unit.key_block * self.tile.tile_n // self.tile.tile_m % unit.tiles.count
-        return found
 
     @cute.jit
     def add_role(self, s_dq: cute.Tensor, zeroing: zeros.Zeroing, units: tuple, group: Int32, sizes: Sizes):
@@ -235,15 +226,13 @@ class BackwardSm90(PlainEntry):
             zeros.wait_zeroed(zeroing, unit)
             for member in cutlass.range(unit.group, unroll=1):
                 for step in cutlass.range(unit.tiles.count, unroll=1):
-                    at, head = unit.tiles.first + step + self.shift(unit), unit.head_first + member
-                    if at >= unit.tiles.last:
-                        at -= unit.tiles.count
+                    at, head = unit.tiles.first + step, unit.head_first + member
                     parts = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
                     order = (None, 0)
                     if cutlass.const_expr(self.deterministic):
                         first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
                         order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
-                    add_dq(s_dq, parts, group, order, self.hint)
+                    add_dq(s_dq, parts, group, order)
             ticket, ticket_state = receive(ring, ticket_state)
 
     @cute.jit
@@ -278,7 +267,7 @@ class BackwardSm90(PlainEntry):
         tiles, key_start = unit.tiles, unit.key_block * self.tile.tile_n
         wait_full(pipes.k, kv_state)
         wait_full(pipes.v, kv_state)
-        at, left = tiles.first + self.shift(unit), tiles.count * unit.group
+        at, left = tiles.first, tiles.count * unit.group
         if left == 0:
             pipes.k.consumer_release(kv_state)
             pipes.v.consumer_release(kv_state)

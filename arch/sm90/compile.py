@@ -24,7 +24,7 @@ def compile_backward(plan: Plan, options: str = ""):
     plain, bounded = BackwardSm90, BoundedBackwardSm90
     if plan.variant == APART:
         plain, bounded = ApartBackwardSm90, BoundedApartBackwardSm90
-    elif plan.variant.startswith(WIDE):
+    elif plan.variant == WIDE:
         plain, bounded = WideBackwardSm90, BoundedWideBackwardSm90
     kernel = plain if plan.plain else bounded
     return operands.compile_backward(kernel(plan, operands.DTYPES[plan.dtype]), plan, options)

@@ -251,15 +251,9 @@ def backward_variant(head_dim: int, head_dim_v: int, tile: Tile) -> str:
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
-    trial = tuple(
-        replace(plan, variant=f"{plan.variant} {word}")
-        for word in ("hint", "rotate", "hint rotate")
-        if str(plan.mask) == "full"
-    )
     if plan.variant == WIDE:
         tile = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
-        apart = replace(plan, tile=tile, variant=APART, deterministic=True)
-        return replace(plan, variant=f"{plan.variant} rs"), *trial, apart
+        return (replace(plan, tile=tile, variant=APART, deterministic=True),)
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
@@ -268,7 +262,7 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     if plan.head_dim == plan.head_dim_v == 128 and plan.plain:
         rows = (64, TALL_TILE.tile_m)
     tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
-    return trial + tuple(
+    return tuple(
         replace(each, variant=variant)
         for each in tiles
         for variant in ("", ALTERNATE)

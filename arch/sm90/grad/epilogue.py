@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from ...common.turns import pass_on, wait_for
 from ..schedule import WARPGROUP
@@ -28,7 +28,7 @@ def hand_over_dq(dq: cute.Tensor, parts: cute.Tensor, group: Int32, thread: Int3
 
 
 @cute.jit
-def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, order: tuple, hint: cutlass.Constexpr):
+def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, order: tuple):
     """One warp: offers the room, waits for a part of dQ and adds it to global memory.
 
     parts: (elements, parts) in shared memory, sums: the same tile in global memory. `order`: (turns, turn) where
@@ -40,19 +40,15 @@ def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, order: tuple, hi
     if cutlass.const_expr(turns is not None):
         wait_for(turns, group, turn)
     size = cute.size(parts, mode=[0])
-    where = [sums[None, group].iterator.toint(), parts[None, group].iterator.toint()]
     with cute.arch.elect_one():
-        if cutlass.const_expr(hint):
-            cute.arch.inline_ptx(
-                "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 "
-                "[{$r0}], [{$r1}], {$r2}, {$r3};",
-                read_only_args=[*where, Int32(size * Float32.width // 8), Int64(0x14F0000000000000)],
-            )
-        else:
-            cute.arch.inline_ptx(
-                "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-                read_only_args=[*where, Int32(size * Float32.width // 8)],
-            )
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[
+                sums[None, group].iterator.toint(),
+                parts[None, group].iterator.toint(),
+                Int32(size * Float32.width // 8),
+            ],
+        )
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
     if cutlass.const_expr(turns is not None):

@@ -97,14 +97,12 @@ def prefetch_descriptors(warp: Int32, sources: tuple):
 
 
 @cute.jit
-def feed_unit(pipes: BackwardPipelines, states: tuple, feed: Feed, unit: Unit, shift: Int32):
+def feed_unit(pipes: BackwardPipelines, states: tuple, feed: Feed, unit: Unit):
     """K comes last of the first four: its room is given back last. -> the states moved on"""
     kv_state, q_state, do_state = states
     for member in cutlass.range(unit.group, unroll=1):
         for step in cutlass.range(unit.tiles.count, unroll=1):
-            head, at = unit.head_first + member, unit.tiles.first + step + shift
-            if at >= unit.tiles.last:
-                at -= unit.tiles.count
+            head, at = unit.head_first + member, unit.tiles.first + step
             fetch_queries(pipes, q_state, feed, at, head)
             q_state.advance()
             if member + step == 0:
