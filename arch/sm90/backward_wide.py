@@ -79,8 +79,8 @@ class WideBackwardSm90(BackwardSm90):
         """One query tile. `turn`: (tile, first key); after the `last` one K and V are given back.
 
         P is formed under dP. dQ leaves under other products; where dO has one slot, dV comes before it, so that the
-        next dO is asked for early (d=192 without: 2/3 of the speed). Where it has two, a warpgroup's own half of dS comes
-        from registers: +4.6% at (192, 128) full 16384, -1.7% at d=192.
+        next dO is asked for early (d=192 without: 2/3 of the speed). Where it has two, a warpgroup's own half of dS
+        comes from registers: +4.6% at (192, 128) full 16384, -1.7% at d=192.
         """
         pipes, ops, acc = context.pipes, context.ops, context.acc
         kv_state, q_state, do_state = states
