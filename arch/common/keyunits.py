@@ -32,27 +32,50 @@ def _row_bytes(sizes: Sizes, widths: tuple[int, int]) -> Int32:
     return rows * (widths[0] * 6 + widths[1] * 2)
 
 
+def _in_sections(mask, in_turn: bool) -> bool:
+    """Are key tiles taken from many heads in turn? Causal, so that the longest come first. CTAs that add in turn are
+    then spread over many heads, and few wait for one another; a window parts them as well, see next_stop."""
+    return (mask.causal or in_turn) and not mask.left
+
+
+def _section_bytes(sizes: Sizes, widths: tuple[int, int], in_turn: bool) -> Int32:
+    """What a head counts for. In turn CTAs walk a head close behind one another, and so twice as many fit in L2."""
+    return _row_bytes(sizes, widths) // 2 if in_turn else _row_bytes(sizes, widths)
+
+
 @cute.jit
-def ahead_of(sizes: Sizes, tile: cutlass.Constexpr, widths: cutlass.Constexpr, mask: cutlass.Constexpr) -> Ahead:
+def ahead_of(
+    sizes: Sizes,
+    tile: cutlass.Constexpr,
+    widths: cutlass.Constexpr,
+    mask: cutlass.Constexpr,
+    in_turn: cutlass.Constexpr = False,
+) -> Ahead:
     """All pieces of a head are zeroed by those who take units before its own: the distance is as far as the units of a
     head can be apart in the order of unit_of."""
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     distance = blocks
-    if cutlass.const_expr(mask.causal and not mask.left):
-        distance = blocks * section_width(sizes.heads_kv * sizes.batch, _row_bytes(sizes, widths))
+    if cutlass.const_expr(_in_sections(mask, in_turn)):
+        distance = blocks * section_width(sizes.heads_kv * sizes.batch, _section_bytes(sizes, widths, in_turn))
     return Ahead(distance, blocks, sizes.heads_q // sizes.heads_kv)
 
 
 @cute.jit
 def unit_of(
-    index: Int32, sizes: Sizes, tile: cutlass.Constexpr, widths: cutlass.Constexpr, mask: cutlass.Constexpr
+    index: Int32,
+    sizes: Sizes,
+    tile: cutlass.Constexpr,
+    widths: cutlass.Constexpr,
+    mask: cutlass.Constexpr,
+    in_turn: cutlass.Constexpr = False,
 ) -> Unit:
-    """The index-th of unit_count. `widths`: (width_qk, width_v)."""
+    """The index-th of unit_count. `widths`: (width_qk, width_v); `in_turn`: do CTAs add to dQ in turn, see next_stop."""
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     group = sizes.heads_q // sizes.heads_kv
-    if cutlass.const_expr(mask.causal and not mask.left):
+    if cutlass.const_expr(_in_sections(mask, in_turn)):
         # the first keys are seen by most query tiles and start first, within as many heads as keep Q, dO, dQ in L2
-        work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, _row_bytes(sizes, widths), Int32(1))
+        head_bytes = _section_bytes(sizes, widths, in_turn)
+        work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, head_bytes, Int32(1))
         key_block = blocks - 1 - work.m_block
     else:
         work = head_by_head(index, blocks, sizes.heads_kv)
@@ -71,6 +94,38 @@ def unit_from(ticket: tuple, group: Int32) -> Unit:
     """What ticket_of was given; `group`: query heads of a head of K and V."""
     key_block, head_kv, batch = ticket[1:4]
     return Unit(key_block, head_kv, batch, head_kv * group, group, RowTiles(*ticket[4:]))
+
+
+@cute.jit
+def first_stop(unit: Unit, in_turn: cutlass.Constexpr) -> tuple:
+    """(query tile, query head of the group): where the walk through a unit begins. See next_stop."""
+    at = unit.tiles.first
+    if cutlass.const_expr(in_turn):
+        at = unit.tiles.last - 1
+    return at, Int32(0)
+
+
+@cute.jit
+def next_stop(stop: tuple, unit: Unit, in_turn: cutlass.Constexpr) -> tuple:
+    """Head by head, from a unit's first query tile to its last.
+
+    Where CTAs add to dQ in turn, key tile by key tile: from the last to the first, and all heads of the group at each.
+    For the key tiles of a head are taken in that order, too, and none ends its queries before an earlier one: whoever
+    started before is ahead at every stop. Upwards, a causal tile would start at its diagonal, ahead of all who come
+    first, and wait; head by head, a short one would be at the second head before a long one.
+    """
+    at, member = stop
+    if cutlass.const_expr(in_turn):
+        member += 1
+        if member == unit.group:
+            member = Int32(0)
+            at -= 1
+    else:
+        at += 1
+        if at == unit.tiles.last:
+            at = unit.tiles.first
+            member += 1
+    return at, member
 
 
 @cute.jit

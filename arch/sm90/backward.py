@@ -20,12 +20,22 @@ from cute_flash.spec.plan import Plan
 
 from ..common import delta
 from ..common.entry import BoundedEntry, PlainEntry
-from ..common.keyunits import Unit, ahead_of, first_key_tile, ticket_of, unit_count, unit_from, unit_of
+from ..common.keyunits import (
+    Unit,
+    ahead_of,
+    first_key_tile,
+    first_stop,
+    next_stop,
+    ticket_of,
+    unit_count,
+    unit_from,
+    unit_of,
+)
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .epilogue import store_direct
 from .grad import convert, zeros
-from .grad.epilogue import add_dq, hand_over_dq
+from .grad.epilogue import add_dq, add_dq_in_turn, hand_over_dq, offer_room
 from .grad.load import Feed, feed_unit, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
 from .grad.memory import ZEROS, BackwardLayouts, TmaSource, backward_layouts, backward_storage
@@ -66,13 +76,15 @@ class MmaContext(NamedTuple):
 class BackwardSm90(PlainEntry):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
+    in_turn = False  # are parts of dQ added in a fixed order? Then units are walked so that few wait: see next_stop
+
     def __init__(self, plan: Plan, dtype: type):
         self.tile = plan.tile
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.alternate = plan.variant == ALTERNATE
-        self.deterministic, self.max_ctas = plan.deterministic, plan.ctas
+        self.in_turn, self.max_ctas = plan.deterministic, plan.ctas
         self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
         self.mmas = BackwardMmas(
             plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype, alternate=self.alternate
@@ -103,9 +115,9 @@ class BackwardSm90(PlainEntry):
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
-        parts = self.mmas.dq_parts if self.deterministic else 0
+        parts = self.mmas.dq_parts if self.in_turn else 0
         scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=True)
-        units, ahead = unit_count(sizes, tile), ahead_of(sizes, tile, widths[:2], self.mask)
+        units, ahead = unit_count(sizes, tile), ahead_of(sizes, tile, widths[:2], self.mask, self.in_turn)
         delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, ahead).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
@@ -189,9 +201,12 @@ class BackwardSm90(PlainEntry):
         ring, _ = units
         states = backward_states(pipelines.PipelineUserType.Producer, tile.stages)
         ticket_state, count = unit_states(pipelines.PipelineUserType.Producer), unit_count(sizes, tile)
+        drawn_first = Int32(0) if cutlass.const_expr(self.in_turn) else cute.arch.grid_dim()[0]
         index = cute.arch.block_idx()[0]
+        if cutlass.const_expr(self.in_turn):  # a CTA that has not started must not hold a unit that others wait for
+            index = draw(scratch.counters, 0)
         while index < count:
-            unit = unit_of(index, sizes, tile, widths, self.mask)
+            unit = unit_of(index, sizes, tile, widths, self.mask, self.in_turn)
             ticket_state = announce(ring, ticket_state, ticket_of(index + 1, unit))
             feed = Feed(
                 k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_dq), unit.batch),
@@ -201,8 +216,8 @@ class BackwardSm90(PlainEntry):
                 row_values=scratch.rows[None, None, None, unit.batch],
                 s_rows=s_rows,
             )
-            states = feed_unit(pipes, states, feed, unit)
-            index = cute.arch.grid_dim()[0] + draw(scratch.counters, 0)
+            states = feed_unit(pipes, states, feed, unit, self.in_turn)
+            index = drawn_first + draw(scratch.counters, 0)
         announce(ring, ticket_state, (Int32(0),))
 
     @cute.jit
@@ -214,15 +229,23 @@ class BackwardSm90(PlainEntry):
         while ticket[0] != 0:
             unit = unit_from(ticket, group_size)
             zeros.wait_zeroed(zeroing, unit)
-            for member in cutlass.range(unit.group, unroll=1):
-                for step in cutlass.range(unit.tiles.count, unroll=1):
-                    at, head = unit.tiles.first + step, unit.head_first + member
-                    parts = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
-                    order = (None, 0)
-                    if cutlass.const_expr(self.deterministic):
-                        first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
-                        order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
-                    add_dq(s_dq, parts, group, order)
+            stop, left, seen = first_stop(unit, self.in_turn), unit.tiles.count * unit.group, Int32(-1)
+            if cutlass.const_expr(self.in_turn):
+                if left > 0:
+                    offer_room(group)
+            for _ in cutlass.range(left, unroll=1):
+                left -= 1
+                at, head = stop[0], unit.head_first + stop[1]
+                sums = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
+                stop = next_stop(stop, unit, self.in_turn)
+                if cutlass.const_expr(self.in_turn):
+                    first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
+                    now = scratch.turns[None, at, head, unit.batch], unit.key_block - first, seen
+                    after = scratch.turns[None, stop[0], unit.head_first + stop[1], unit.batch], left > 0
+                    seen = add_dq_in_turn(s_dq, sums, group, now, after)
+                else:
+                    offer_room(group)
+                    add_dq(s_dq, sums, group)
             ticket, ticket_state = receive(ring, ticket_state)
 
     @cute.jit
@@ -257,19 +280,18 @@ class BackwardSm90(PlainEntry):
         tiles, key_start = unit.tiles, unit.key_block * self.tile.tile_n
         wait_full(pipes.k, kv_state)
         wait_full(pipes.v, kv_state)
-        at, left = tiles.first, tiles.count * unit.group
+        stop, left = first_stop(unit, self.in_turn), tiles.count * unit.group
         if left == 0:
             pipes.k.consumer_release(kv_state)
             pipes.v.consumer_release(kv_state)
         for _ in cutlass.range(left, unroll=1):
+            at = stop[0]
             masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
             left -= 1
             self.step(context, (kv_state, q_state, do_state), (at, key_start), masked, left == 0)
             q_state.advance()
             do_state.advance()
-            at += 1
-            if at == tiles.last:
-                at = tiles.first
+            stop = next_stop(stop, unit, self.in_turn)
         kv_state.advance()
         return kv_state, q_state, do_state
 
