@@ -69,7 +69,7 @@ def unit_of(
     mask: cutlass.Constexpr,
     in_turn: cutlass.Constexpr = False,
 ) -> Unit:
-    """The index-th of unit_count. `widths`: (width_qk, width_v); `in_turn`: do CTAs add to dQ in turn, see next_stop."""
+    """The index-th of unit_count. `widths`: (width_qk, width_v); `in_turn`: do CTAs add in turn? See next_stop."""
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     group = sizes.heads_q // sizes.heads_kv
     if cutlass.const_expr(_in_sections(mask, in_turn)):

@@ -35,7 +35,7 @@ from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .epilogue import store_direct
 from .grad import convert, zeros
-from .grad.epilogue import add_dq, add_dq_in_turn, hand_over_dq, offer_room
+from .grad.epilogue import add_dq, add_dq_in_turn, hand_over_dq, offer_room, offer_room_if
 from .grad.load import Feed, feed_unit, prefetch_descriptors, tile_copy
 from .grad.mask import mask_transposed
 from .grad.memory import ZEROS, BackwardLayouts, TmaSource, backward_layouts, backward_storage
@@ -231,8 +231,7 @@ class BackwardSm90(PlainEntry):
             zeros.wait_zeroed(zeroing, unit)
             stop, left, seen = first_stop(unit, self.in_turn), unit.tiles.count * unit.group, Int32(-1)
             if cutlass.const_expr(self.in_turn):
-                if left > 0:
-                    offer_room(group)
+                offer_room_if(left > 0, group)
             for _ in cutlass.range(left, unroll=1):
                 left -= 1
                 at, head = stop[0], unit.head_first + stop[1]

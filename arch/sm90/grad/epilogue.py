@@ -33,6 +33,12 @@ def offer_room(group: Int32):
 
 
 @cute.jit
+def offer_room_if(wanted, group: Int32):
+    if wanted:
+        offer_room(group)
+
+
+@cute.jit
 def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32):
     """One warp, which has offered the room: waits for a part of dQ and adds it to global memory.
 
