@@ -40,7 +40,7 @@ def _in_sections(mask, in_turn: bool) -> bool:
 
 def _section_bytes(sizes: Sizes, widths: tuple[int, int], in_turn: bool) -> Int32:
     """What a head counts for. In turn CTAs walk a head close behind one another, and so twice as many fit in L2."""
-    return _row_bytes(sizes, widths) // 2 if in_turn == 1 else _row_bytes(sizes, widths)
+    return _row_bytes(sizes, widths) // 2 if in_turn else _row_bytes(sizes, widths)
 
 
 @cute.jit

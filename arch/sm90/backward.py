@@ -76,7 +76,6 @@ class MmaContext(NamedTuple):
 class BackwardSm90(PlainEntry):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
-    draws_first = False
     in_turn = False  # are parts of dQ added in a fixed order? Then units are walked so that few wait: see next_stop
 
     def __init__(self, plan: Plan, dtype: type):
@@ -85,8 +84,7 @@ class BackwardSm90(PlainEntry):
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.alternate = plan.variant == ALTERNATE
-        self.in_turn, self.max_ctas = int(plan.deterministic) * (1 + plan.tile.votes), plan.ctas
-        self.draws_first = bool(plan.deterministic) != plan.tile.late
+        self.in_turn, self.max_ctas = plan.deterministic, plan.ctas
         self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
         self.mmas = BackwardMmas(
             plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype, alternate=self.alternate
@@ -203,9 +201,9 @@ class BackwardSm90(PlainEntry):
         ring, _ = units
         states = backward_states(pipelines.PipelineUserType.Producer, tile.stages)
         ticket_state, count = unit_states(pipelines.PipelineUserType.Producer), unit_count(sizes, tile)
-        drawn_first = Int32(0) if cutlass.const_expr(self.draws_first) else cute.arch.grid_dim()[0]
+        drawn_first = Int32(0) if cutlass.const_expr(self.in_turn) else cute.arch.grid_dim()[0]
         index = cute.arch.block_idx()[0]
-        if cutlass.const_expr(self.draws_first):  # a CTA that has not started must not hold a unit that others wait for
+        if cutlass.const_expr(self.in_turn):  # a CTA that has not started must not hold a unit that others wait for
             index = draw(scratch.counters, 0)
         while index < count:
             unit = unit_of(index, sizes, tile, widths, self.mask, self.in_turn)

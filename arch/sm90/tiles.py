@@ -206,7 +206,6 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == APART:
         return (replace(plan, tile=Tile(64, 64, stages=2)),)
-    return (replace(plan, tile=replace(plan.tile, votes=True)), replace(plan, tile=replace(plan.tile, late=True)))
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
     tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
     return tuple(
