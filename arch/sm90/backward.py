@@ -23,10 +23,10 @@ from ..common.entry import BoundedEntry, PlainEntry
 from ..common.keyunits import (
     Unit,
     ahead_of,
-    first_key_tile,
     first_stop,
     next_stop,
     ticket_of,
+    turn_of,
     unit_count,
     unit_from,
     unit_of,
@@ -76,7 +76,7 @@ class MmaContext(NamedTuple):
 class BackwardSm90(PlainEntry):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
-    in_turn = False  # are parts of dQ added in a fixed order? Then units are walked so that few wait: see next_stop
+    in_turn = False  # are parts of dQ added in a fixed order? Then units are walked so that few wait: see unit_of
 
     def __init__(self, plan: Plan, dtype: type):
         self.tile = plan.tile
@@ -201,13 +201,10 @@ class BackwardSm90(PlainEntry):
         ring, _ = units
         states = backward_states(pipelines.PipelineUserType.Producer, tile.stages)
         ticket_state, count = unit_states(pipelines.PipelineUserType.Producer), unit_count(sizes, tile)
-        drawn_first = Int32(0) if cutlass.const_expr(self.in_turn) else cute.arch.grid_dim()[0]
-        index = cute.arch.block_idx()[0]
-        if cutlass.const_expr(self.in_turn):  # a CTA that has not started must not hold a unit that others wait for
-            index = draw(scratch.counters, 0)
+        index = draw(scratch.counters, 0)  # the first too: who has not started must not hold what others wait for
         while index < count:
             unit = unit_of(index, sizes, tile, widths, self.mask, self.in_turn)
-            ticket_state = announce(ring, ticket_state, ticket_of(index + 1, unit))
+            ticket_state = announce(ring, ticket_state, ticket_of(index, unit))
             feed = Feed(
                 k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_dq), unit.batch),
                 v=tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), unit.batch),
@@ -217,7 +214,7 @@ class BackwardSm90(PlainEntry):
                 s_rows=s_rows,
             )
             states = feed_unit(pipes, states, feed, unit, self.in_turn)
-            index = drawn_first + draw(scratch.counters, 0)
+            index = draw(scratch.counters, 0)
         announce(ring, ticket_state, (Int32(0),))
 
     @cute.jit
@@ -238,8 +235,8 @@ class BackwardSm90(PlainEntry):
                 sums = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
                 stop = next_stop(stop, unit, self.in_turn)
                 if cutlass.const_expr(self.in_turn):
-                    first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
-                    now = scratch.turns[None, at, head, unit.batch], unit.key_block - first, seen
+                    turn = turn_of(unit, at, sizes, self.tile, self.mask)
+                    now = scratch.turns[None, at, head, unit.batch], turn, seen
                     after = scratch.turns[None, stop[0], unit.head_first + stop[1], unit.batch], left > 0
                     seen = add_dq_in_turn(s_dq, sums, group, now, after)
                 else:
