@@ -20,12 +20,22 @@ from cute_flash.spec.plan import Plan
 
 from ..common import delta
 from ..common.entry import BoundedEntry, PlainEntry
-from ..common.keyunits import Unit, ahead_of, first_key_tile, ticket_of, unit_count, unit_from, unit_of
+from ..common.keyunits import (
+    Unit,
+    ahead_of,
+    first_stop,
+    next_stop,
+    ticket_of,
+    turn_of,
+    unit_count,
+    unit_from,
+    unit_of,
+)
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .epilogue import store_direct
 from .grad import convert, zeros
-from .grad.epilogue import add_dq, hand_over_dq
+from .grad.epilogue import add_dq, add_dq_in_turn, hand_over_dq, offer_room, offer_room_if
 from .grad.load import Feed, Sources, feed_unit, prefetch_descriptors, sources_of, tile_copy
 from .grad.mask import mask_transposed
 from .grad.memory import backward_layouts, rooms_of, storage_of, zeros_of
@@ -42,7 +52,7 @@ from .grad.weights import (
 )
 from .pipeline import wait_full
 from .schedule import WARPGROUP
-from .tiles import ALTERNATE, dq_width
+from .tiles import ALTERNATE, APART, dq_width
 
 
 class MmaContext(NamedTuple):
@@ -70,7 +80,9 @@ class BackwardSm90(PlainEntry):
         self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
-        self.alternate, self.deterministic = plan.variant == ALTERNATE, plan.deterministic
+        self.alternate = plan.variant == ALTERNATE
+        # are parts of dQ added in a fixed order? Then units are walked so that few wait: see unit_of
+        self.in_turn = plan.deterministic and plan.variant != APART
         self.mmas = self.make_mmas()
         self.schedule = backward_schedule(self.mmas.warpgroups)
 
@@ -102,9 +114,9 @@ class BackwardSm90(PlainEntry):
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
-        parts = self.mmas.dq_parts if self.deterministic else 0
+        parts = self.mmas.dq_parts if self.in_turn else 0
         scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=True)
-        ahead = ahead_of(sizes, tile, (self.width_qk, self.width_v), self.mask)
+        ahead = ahead_of(sizes, tile, (self.width_qk, self.width_v), self.mask, self.in_turn)
         delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, ahead).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
@@ -199,10 +211,10 @@ class BackwardSm90(PlainEntry):
         ring, _ = units
         states = backward_states(pipelines.PipelineUserType.Producer, self.slots)
         ticket_state, count = unit_states(pipelines.PipelineUserType.Producer), unit_count(sizes, tile)
-        index = cute.arch.block_idx()[0]
+        index = draw(scratch.counters, 0)  # the first too: who has not started must not hold what others wait for
         while index < count:
-            unit = unit_of(index, sizes, tile, widths, self.mask)
-            ticket_state = announce(ring, ticket_state, ticket_of(index + 1, unit))
+            unit = unit_of(index, sizes, tile, widths, self.mask, self.in_turn)
+            ticket_state = announce(ring, ticket_state, ticket_of(index, unit))
             feed = Feed(
                 k=tile_copy(sources.k, smem.k, (tile.tile_n, self.width_dq), unit.batch),
                 v=tile_copy(sources.v, smem.v, (tile.tile_n, self.width_v), unit.batch),
@@ -211,8 +223,8 @@ class BackwardSm90(PlainEntry):
                 row_values=scratch.rows[None, None, None, unit.batch],
                 s_rows=s_rows,
             )
-            states = feed_unit(pipes, states, feed, unit)
-            index = cute.arch.grid_dim()[0] + draw(scratch.counters, 0)
+            states = feed_unit(pipes, states, feed, unit, self.in_turn)
+            index = draw(scratch.counters, 0)
         announce(ring, ticket_state, (Int32(0),))
 
     @cute.jit
@@ -224,15 +236,22 @@ class BackwardSm90(PlainEntry):
         while ticket[0] != 0:
             unit = unit_from(ticket, group_size)
             zeros.wait_zeroed(zeroing, unit)
-            for member in cutlass.range(unit.group, unroll=1):
-                for step in cutlass.range(unit.tiles.count, unroll=1):
-                    at, head = unit.tiles.first + step, unit.head_first + member
-                    parts = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
-                    order = (None, 0)
-                    if cutlass.const_expr(self.deterministic):
-                        first = first_key_tile(at * self.tile.tile_m, self.tile.tile_n, sizes, self.mask)
-                        order = (scratch.turns[None, at, head, unit.batch], unit.key_block - first)
-                    add_dq(s_dq, parts, group, order)
+            stop, left, seen = first_stop(unit, self.in_turn), unit.tiles.count * unit.group, Int32(-1)
+            if cutlass.const_expr(self.in_turn):
+                offer_room_if(left > 0, group)
+            for _ in cutlass.range(left, unroll=1):
+                left -= 1
+                at, head = stop[0], unit.head_first + stop[1]
+                sums = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
+                stop = next_stop(stop, unit, self.in_turn)
+                if cutlass.const_expr(self.in_turn):
+                    turn = turn_of(unit, at, sizes, self.tile, self.mask)
+                    now = scratch.turns[None, at, head, unit.batch], turn, seen
+                    after = scratch.turns[None, stop[0], unit.head_first + stop[1], unit.batch], left > 0
+                    seen = add_dq_in_turn(s_dq, sums, group, now, after)
+                else:
+                    offer_room(group)
+                    add_dq(s_dq, sums, group)
             ticket, ticket_state = receive(ring, ticket_state)
 
     @cute.jit
@@ -267,19 +286,18 @@ class BackwardSm90(PlainEntry):
         tiles, key_start = unit.tiles, unit.key_block * self.tile.tile_n
         wait_full(pipes.k, kv_state)
         wait_full(pipes.v, kv_state)
-        at, left = tiles.first, tiles.count * unit.group
+        stop, left = first_stop(unit, self.in_turn), tiles.count * unit.group
         if left == 0:
             pipes.k.consumer_release(kv_state)
             pipes.v.consumer_release(kv_state)
         for _ in cutlass.range(left, unroll=1):
+            at = stop[0]
             masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
             left -= 1
             self.step(context, (kv_state, q_state, do_state), (at, key_start), masked, left == 0)
             q_state.advance()
             do_state.advance()
-            at += 1
-            if at == tiles.last:
-                at = tiles.first
+            stop = next_stop(stop, unit, self.in_turn)
         kv_state.advance()
         return kv_state, q_state, do_state
 

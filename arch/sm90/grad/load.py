@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_flash.spec.plan import Tile
 
-from ...common.keyunits import Unit
+from ...common.keyunits import Unit, first_stop, next_stop
 from .memory import TmaSource
 from .pipeline import BackwardPipelines
 from .schedule import LOAD_WARP
@@ -97,20 +97,21 @@ def prefetch_descriptors(warp: Int32, sources: tuple):
 
 
 @cute.jit
-def feed_unit(pipes: BackwardPipelines, states: tuple, feed: Feed, unit: Unit):
+def feed_unit(pipes: BackwardPipelines, states: tuple, feed: Feed, unit: Unit, in_turn: cutlass.Constexpr):
     """K comes last of the first four: its room is given back last. -> the states moved on"""
     kv_state, q_state, do_state = states
-    for member in cutlass.range(unit.group, unroll=1):
-        for step in cutlass.range(unit.tiles.count, unroll=1):
-            head, at = unit.head_first + member, unit.tiles.first + step
-            fetch_queries(pipes, q_state, feed, at, head)
-            q_state.advance()
-            if member + step == 0:
-                fetch(pipes.v, kv_state, feed.v, unit.key_block, unit.head_kv)
-            fetch(pipes.do, do_state, feed.do, at, head)
-            do_state.advance()
-            if member + step == 0:
-                fetch(pipes.k, kv_state, feed.k, unit.key_block, unit.head_kv)
+    stop = first_stop(unit, in_turn)
+    for step in cutlass.range(unit.tiles.count * unit.group, unroll=1):
+        at, head = stop[0], unit.head_first + stop[1]
+        fetch_queries(pipes, q_state, feed, at, head)
+        q_state.advance()
+        if step == 0:
+            fetch(pipes.v, kv_state, feed.v, unit.key_block, unit.head_kv)
+        fetch(pipes.do, do_state, feed.do, at, head)
+        do_state.advance()
+        if step == 0:
+            fetch(pipes.k, kv_state, feed.k, unit.key_block, unit.head_kv)
+        stop = next_stop(stop, unit, in_turn)
     if unit.tiles.count <= 0:
         fetch(pipes.v, kv_state, feed.v, unit.key_block, unit.head_kv)
         fetch(pipes.k, kv_state, feed.k, unit.key_block, unit.head_kv)

@@ -13,7 +13,7 @@ import cutlass.pipeline as pipelines
 from cutlass import Float32, Int32, Int64
 
 from ...common.delta import Ahead, Scratch
-from ...common.keyunits import Unit
+from ...common.keyunits import Unit, index_from
 from .queue import UnitRing, receive, unit_states
 
 
@@ -43,7 +43,7 @@ def zero_role(zeroing: Zeroing, s_zeros: cute.Tensor, ring: UnitRing):
     state = unit_states(pipelines.PipelineUserType.Consumer)
     ticket, state = receive(ring, state)
     while ticket[0] != 0:
-        piece = ticket[0] - 1 + zeroing.ahead.distance
+        piece = index_from(ticket) + zeroing.ahead.distance
         if piece < zeroing.units:
             _zero_piece(zeroing, s_zeros, piece)
         ticket, state = receive(ring, state)
