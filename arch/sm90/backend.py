@@ -48,17 +48,19 @@ class Sm90Backend:
         )
         if problem.direction == FORWARD:
             return forward
-        widths, tile = tiles.backward_widths(*dims), tiles.backward_tile(*dims, forward.plain)
+        widths = tiles.backward_widths(*dims)
+        tile = tiles.backward_tile(problem, forward.plain)
+        variant = tiles.backward_variant(*dims, tile)
         return replace(
             forward,
             head_dim=widths[0],
             head_dim_v=widths[1],
             lse_grad=problem.lse_grad,
-            deterministic=problem.deterministic or not tiles.fused_backward(*dims),
+            deterministic=problem.deterministic or variant == tiles.APART,
             ctas=problem.device.sm_count,
             draws=False,
             tile=tile,
-            variant=tiles.backward_variant(*dims, str(mask), tile),
+            variant=variant,
         )
 
     def split(self, plan: Plan) -> Plan | None:

@@ -135,7 +135,7 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
     q, k, v, out, lse, *given = rest
     words = Words(*given)
     of, numbers = split(q, k, v, words)
-    key = (of, dlse is not None)
+    key = (of, k.shape[1] <= SHORT_KEYS, dlse is not None)
     backward = _backwards.get(key)
     if backward is None or not _fit(q, k, v):
         request.check_tensors(q, k, v)

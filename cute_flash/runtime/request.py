@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.mask import Mask
-from ..spec.problem import FORWARD, SHORT_KEYS, Problem
+from ..spec.problem import DENSE, FORWARD, SHORT_KEYS, Problem
 from . import emulation
 
 HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
@@ -434,4 +434,5 @@ def describe(
 
 def backward_of(problem: Problem, lse_grad: bool) -> Problem:
     """The backward problem that a forward leads to. dout's layout is not known yet, so nothing is said of alignment."""
-    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, short=False, unaligned=())
+    short = problem.short and problem.form == DENSE
+    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, short=short, unaligned=())

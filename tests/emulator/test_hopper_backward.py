@@ -12,6 +12,7 @@ import pytest
 
 from cute_flash.arch.common import order
 from cute_flash.arch.sm90 import backend as sm90
+from cute_flash.arch.sm90 import backward_wide
 from cute_flash.arch.sm90.grad import zeros
 from cute_flash.emulator.errors import EmulatorError
 
@@ -29,7 +30,8 @@ from .gradients import (
 )
 from .hopper import ARCH, Schedule, turn
 
-# Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 up to 128, 64 x 64 and 128 x 64 beyond.
+# Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 (128 under a full mask: 80 x 128) up to 128, 64 x 96 from 129
+# to 192 columns; beyond, and where wide heads are to be deterministic, 64 x 64 or 64 x 128, and 128 x 64.
 CELLS = (
     cell(64, (130, 257)),  # two query tiles, three key tiles, one key in the last
     cell(64, (193, 193), causal=True, heads=(2, 1)),
@@ -48,11 +50,19 @@ CELLS = (
     cell((96, 64), (129, 100), causal=True, heads=(2, 1)),
     cell(64, (300, 400), window=(70, 30), deterministic=True),  # a query tile's first key tile is not 0
     cell(128, (65, 200), heads=(2, 1), deterministic=True),
+    cell(96, (129, 200), causal=True, heads=(2, 1), deterministic=True),  # the second key tile starts further on
     cell(64, (130, 200), heads=(6, 3), batch=2),  # zeros for later heads
     cell(256, (65, 65), causal=True),
     cell(256, (129, 63), heads=(2, 1)),
     cell((192, 128), (127, 130), causal=True, heads=(2, 1)),
     cell(192, (64, 129), window=(None, 20)),
+    cell((120, 112), (161, 130), heads=(2, 1), lse_grad=True),  # three tiles of 80 queries, one in the last
+    cell(192, (193, 193), causal=True),  # four query tiles, three key tiles, one key in the last
+    cell(136, (65, 95), heads=(2, 1), batch=2, lse_grad=True),  # keys end in the second warpgroup's
+    cell((160, 104), (130, 193), heads=(2, 2), layout="heads_first", dtype="float16"),
+    cell(192, (150, 40), causal=True, softcap=4.0),  # rows that see no key, a warpgroup without a key
+    cell(192, (100, 300), window=(60, 10), softcap=15.0, heads=(2, 1), deterministic=True),
+    cell((192, 128), (129, 193), causal=True, deterministic=True),
     cell((40, 136), (70, 70), softcap=5.0, lse_grad=True),
 )
 
@@ -77,11 +87,26 @@ def test_right_under_every_schedule(each: Cell, schedule: Schedule):
     check(each, schedule)
 
 
-@pytest.mark.slow  # warps that wait for their turn poll memory: 45 s
-def test_deterministic_gradients_are_the_same_under_every_schedule():
+IN_TURN = (
+    cell(64, (65, 385), deterministic=True),  # four key tiles
+    cell(128, (193, 385), causal=True, heads=(2, 1), deterministic=True),
+    cell(96, (129, 385), window=(100, 40), deterministic=True),
+)
+
+
+def same_under_every_schedule(each: Cell, backend=None) -> bool:
+    """Up to all key tiles at once, or fewer CTAs than the launch has."""
+    runs = zip(SCHEDULES, (8, 1, 8, 2, 8, 8, 8, 8, 8), strict=True)
+    first, *others = (gradients(each, schedule, backend=backend, resident=r)[0] for schedule, r in runs)
+    return all(torch.equal(a, b) for found in others for a, b in zip(first, found, strict=True))
+
+
+@pytest.mark.slow  # warps that wait for their turn poll memory
+@pytest.mark.parametrize("each", IN_TURN, ids=str)
+def test_deterministic_gradients_are_the_same_under_every_schedule(each):
     """dQ is summed in the order of the key tiles, whoever comes first."""
-    each = cell(64, (65, 385), deterministic=True)  # four key tiles
-    check_same_bits(each, EVERY_DAY, ARCH)
+    with mock.patch(f"{__name__}.SMS", 4):
+        assert same_under_every_schedule(each, Compiled(sm90.BACKEND))
 
 
 def _errors(each: Cell, found, inputs) -> list[float]:
@@ -123,6 +148,30 @@ def test_a_planted_fault_in_the_zeros_is_noticed(fault):
                     stack.enter_context(mock.patch.object(zeros, name, value))
                 backend = None if edit else Compiled(sm90.BACKEND)
                 found, inputs, _ = gradients(each, schedule, backend=backend, edit=edit, resident=8)
+        except EmulatorError:
+            return
+        if not max(_errors(each, found, inputs)) < 0.02:
+            return
+    pytest.fail("nothing noticed it")
+
+
+PLANTED_WIDE = {
+    "nobody waits until P and dS are read": {"wait_read": lambda *_: None, "tell_read": lambda *_: None},
+    "P and dS are not fenced": {"edit": lambda p: p.replace("fence.proxy.async.shared::cta;", "")},
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED_WIDE)
+def test_a_planted_fault_in_wide_heads_is_noticed(fault):
+    each, changes = cell(192, (193, 100)), dict(PLANTED_WIDE[fault])
+    edit = changes.pop("edit", None)
+    for schedule in SCHEDULES:
+        try:
+            with contextlib.ExitStack() as stack:
+                for name, value in changes.items():
+                    stack.enter_context(mock.patch.object(backward_wide, name, value))
+                backend = None if edit else Compiled(sm90.BACKEND)
+                found, inputs, _ = gradients(each, schedule, backend=backend, edit=edit)
         except EmulatorError:
             return
         if not max(_errors(each, found, inputs)) < 0.02:
