@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .runtime import dispatch, packed, packed_ops, report, request, substitution
+from .runtime import dispatch, ops, packed, packed_ops, report, request, substitution
 from .runtime.dispatch import Decision
 from .runtime.launch import Call
 from .runtime.packed import Lengths
@@ -15,7 +15,6 @@ from .spec import settings
 from .spec.device import Device
 
 _warm: dict[tuple[Any, ...], Call] = {}
-_WARM_MAX = 4096
 
 _is_grad_enabled = torch.is_grad_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
@@ -137,14 +136,11 @@ def _cold(qkv: tuple[Any, Any, Any], lengths: Lengths, options: Options, key: tu
     batch_of_one = packed.as_batch_of_one(q, k, v)
     if request.is_empty(q, k):
         dispatch.choose(packed.describe(batch_of_one, lengths.kind(q, k), options), options.backend)
-        out, lse = packed.empty((q, k, v))
+        out, lse = packed.empty((q, k, v), lengths)
         return (out, lse) if options.return_lse else out
     call = _warm.get(key)
     if call is None:
-        call = packed.prepare(batch_of_one, lengths.kind(q, k), options)
-        if len(_warm) >= _WARM_MAX:
-            _warm.clear()
-        _warm[key] = call
+        call = ops.remember(_warm, key, packed.prepare(batch_of_one, lengths.kind(q, k), options))
     numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
     out, lse = packed.run(call, (q, k, v), lengths, numbers)
     return (out, lse) if options.return_lse else out

@@ -22,6 +22,9 @@ class Sm90Backend:
     def native(self, device: Device) -> bool:
         return support.native(device)
 
+    def caveat(self, device: Device) -> str:
+        return ""
+
     def refuse(self, problem: Problem) -> Sequence[str]:
         return support.refuse(problem)
 
@@ -49,17 +52,19 @@ class Sm90Backend:
             return replace(forward, form=PACKED, tile=tile, ctas=ctas, draws=True)
         if problem.direction == FORWARD:
             return forward
-        widths, tile = tiles.backward_widths(*dims), tiles.backward_tile(*dims, forward.plain)
+        widths = tiles.backward_widths(*dims)
+        tile = tiles.backward_tile(problem, forward.plain)
+        variant = tiles.backward_variant(*dims, tile)
         return replace(
             forward,
             head_dim=widths[0],
             head_dim_v=widths[1],
             lse_grad=problem.lse_grad,
-            deterministic=problem.deterministic or not tiles.fused_backward(*dims),
+            deterministic=problem.deterministic or variant == tiles.APART,
             ctas=problem.device.sm_count,
             draws=False,
             tile=tile,
-            variant=tiles.backward_variant(*dims, str(mask), tile),
+            variant=variant,
         )
 
     def split(self, plan: Plan) -> Plan | None:

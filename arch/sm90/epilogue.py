@@ -114,6 +114,34 @@ def store_direct(o: cute.Tensor, rows: cute.Tensor, thread: Int32, row_start: In
 
 
 @cute.jit
+def store_transposed(acc: cute.Tensor, rows: cute.Tensor, thread: Int32, place: tuple, dtype: cutlass.Constexpr):
+    """The transpose of a warpgroup's fragment: rows of acc are columns of `rows` (seqlen, head_dim), 64 from place[1]
+    on, its columns rows from place[0] on. 16 bytes a thread and store.
+
+    movmatrix turns 8 x 8 tiles: a thread then holds two neighbouring columns of a row, and four of them exchange
+    theirs of two rows and of the two tiles that lie side by side.
+    """
+    packed = cute.make_rmem_tensor((cute.size(acc) // 2,), Int32)
+    pack_fragment(acc, packed, dtype)
+    quad, row_start, column = thread % 4, place[0] + thread % 32 // 4, place[1] + thread // 32 * 16
+    row, column = row_start + quad // 2 * 8, column + quad % 2 * 8
+    for pair in cutlass.range_constexpr(cute.size(packed) // 4):
+        turned = [_transposed_tile(packed[4 * pair + i]) for i in range(4)]
+        words = _quad_transpose(turned, thread)
+        cute.arch.inline_ptx(
+            "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[cute.domain_offset((row + 16 * pair, column), rows).iterator.toint(), *words],
+            predicate=(row + 16 * pair < rows.shape[0]) & (column < rows.shape[1]),
+        )
+
+
+def _transposed_tile(word: Int32) -> Int32:
+    """Of a warp's 8 x 8 tile of 16-bit values, two a lane."""
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word])
+
+
+@cute.jit
 def store_lse(lse: cute.Tensor, state: RowState, work: WorkTile, thread: Int32, tile_m: int, scale_log2: Float32):
     """lse (batch, heads_q, seqlen_q). One lane of the four that share a row writes it."""
     rows = lse[work.batch, work.head, None]

@@ -164,6 +164,31 @@ TABLE = TableRule(words_per_sequence=5, words=6)  # what prepares a launch for p
 
 ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward take turns at dQ
 
+WIDE = "wide"  # Plan.variant: one kernel for heads that backward.py has no registers for, see backward_wide.py
+
+WIDE_TILE = Tile(64, 96, stages=2)
+
+
+def wide_backward(problem: Problem) -> bool:
+    """For widths of 192, and 128 or 192 of v. It adds dQ in memory, in any order, and a tile of 96 keys sees more that
+    a causal mask hides: two kernels (APART) win at few keys, and where gradients must be repeatable.
+
+    NVIDIA H200, 2026-11-30, commits 9d04420 and e434319, TFLOP/s wide / apart / FA4. d=192 causal S=512 210 236 214,
+    1024 327 316 314, 2048 422 361 385, 4096 495 392 445, 16384 541 411 512, full 1024 429 376 403, 4096 507 401 475,
+    16384 568 407 524; (192,128) causal 1024 295 335 284, 2048 384 388 346, 4096 451 431 403, 16384 482 464 464, full
+    1024 381 401 363, 4096 459 441 434, 16384 506 446 478. d=192 causal 4096 added in turn 297, apart 411.
+    """
+    widths = _halved(problem.head_dim), _halved(problem.head_dim_v)
+    if problem.deterministic or widths not in ((192, 192), (192, 128)):
+        return False
+    return not problem.short or (widths == (192, 192) and str(problem.mask) == "full")
+
+
+def wide_do_slots(width_v: int) -> int:
+    """K, V, two slots of Q, P, dS and a tile of dQ leave room for one slot of dO at 192 columns, for two at 128."""
+    return 1 if width_v > 128 else 2
+
+
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
 FUSED_WIDTH = 128  # of q and k, and of v, at most where one kernel makes dQ, dK and dV: what dK, dV, S^T and dP^T of a
@@ -189,18 +214,42 @@ def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 WHOLE_WIDTHS = 320  # of dK and dV together at most where a warpgroup holds all columns of 64 keys
 
 
-def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
+TALL_TILE = Tile(80, 128, stages=2)
+
+
+def tall_backward(problem: Problem) -> bool:
+    """Heads of 128 under a full mask: 80 query rows a tile, dQ transposed, where there are more than SHORT_KEYS keys.
+
+    NVIDIA H200, 2026-11-30, commit 221b1d2, TFLOP/s 64 rows / with dQ in turn / 80 / FA4: S=1024 489 477 486 468, 4096
+    565 559 569 575, 8192 581 579 595 607, 16384 593 592 612 628; causal 1024 369 361 358 361, 4096 528 524 514 518,
+    16384 590 590 593 617.
+    """
+    dims = width(problem.head_dim), width(problem.head_dim_v)
+    plain = str(problem.mask) == "full" and "softcap" not in problem.features
+    return dims == (128, 128) and plain and not problem.short
+
+
+def backward_tile(problem: Problem, plain: bool) -> Tile:
     """Rows measured: perf/results/hopper_backward_variants.csv, d=64 causal S=4096 488 against 404 for 64 rows.
 
     Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
     and dV, tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240
-    registers (with a softcap or a window it spills a few words), else 64. Apart, 64 rows (dQ: DQ_TILE) and 128 keys
-    where dK and dV of 64 fit a warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more), else
-    64 (dkdv.py)."""
-    width_qk, width_v = backward_widths(head_dim, head_dim_v)
-    if not fused_backward(head_dim, head_dim_v):
-        return Tile(64, 128 if width_qk + width_v <= WHOLE_WIDTHS and plain else 64, stages=2)
-    return Tile(128 if width_qk + width_v <= 128 and plain else 64, 128, stages=2)
+    registers (with a softcap or a window it spills a few words), else 64 or 80. Apart, 64 rows (dQ: DQ_TILE) and 128
+    keys where dK and dV of 64 fit a warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more),
+    else 64 (dkdv.py)."""
+    dims = problem.head_dim, problem.head_dim_v
+    widths = sum(backward_widths(*dims))
+    if wide_backward(problem):
+        return WIDE_TILE
+    if tall_backward(problem):
+        return TALL_TILE
+    if not fused_backward(*dims):
+        return _apart_tile(widths, plain)
+    return Tile(128 if widths <= 128 and plain else 64, 128, stages=2)
+
+
+def _apart_tile(widths: int, plain: bool) -> Tile:
+    return Tile(64, 128 if widths <= WHOLE_WIDTHS and plain else 64, stages=2)
 
 
 def dq_width(width_qk: int, tile: Tile, variant: str) -> int:
@@ -215,25 +264,29 @@ DQ_TILE = Tile(128, 64, stages=2)
 
 
 # Where tiles have 64 rows: does one MMA warpgroup make all of a tile's dQ, and the other that of the next tile? NVIDIA
-# H200, 2026-11-30, half of the columns each / in turn, S=4096: d=128 full 556 566, causal 515 513 (S=1024: 454 455,
-# 363 357); d=96 causal 456 495, because halves of 48 columns are none that wgmma reads, and K and dQ are 128 wide
-# instead (perf/results/hopper_backward_variants.csv, run 4).
-ALTERNATING = {(128, 128, "full")}
-
-
-def backward_variant(head_dim: int, head_dim_v: int, mask: str, tile: Tile) -> str:
+# H200, 2026-11-30, half of the columns each / in turn: d=128 full S=1024 489 477, 4096 565 559, causal 4096 528 524;
+# d=96 causal 4096 456 495, because halves of 48 columns are none that wgmma reads, and K and dQ are 128 wide instead
+# (perf/results/hopper_backward_variants.csv, run 4; d=128: commit 221b1d2).
+def backward_variant(head_dim: int, head_dim_v: int, tile: Tile) -> str:
+    if tile == WIDE_TILE:
+        return WIDE
     if not fused_backward(head_dim, head_dim_v):
         return APART
-    widths = width(head_dim), width(head_dim_v)
-    gains = widths[0] % 64 != 0 or (*widths, mask) in ALTERNATING
-    return ALTERNATE if tile.tile_m == 64 and gains else ""
+    return ALTERNATE if tile.tile_m == 64 and width(head_dim) % 64 != 0 else ""
 
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
+    if plan.variant == WIDE:
+        tile = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
+        return (replace(plan, tile=tile, variant=APART, deterministic=True),)
     if plan.variant == APART:
-        return (replace(plan, tile=Tile(64, 64, stages=2)),)
+        wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
+        others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
+        return replace(plan, tile=Tile(64, 64, stages=2)), *others
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
+    if plan.head_dim == plan.head_dim_v == 128 and plan.plain:
+        rows = (64, TALL_TILE.tile_m)
     tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
     return tuple(
         replace(each, variant=variant)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..spec.device import Device
+from ..spec.lengths import check_starts
 from ..spec.problem import FEW, PACKED, SHORT_KEYS, Problem
 from . import autograd, dispatch, launch, request
 from .dispatch import Decision
@@ -150,7 +151,10 @@ def run(
     return out.squeeze(0), lse.squeeze(0) if call.return_lse else None
 
 
-def empty(qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Outputs:
-    """Where there is no query, or no key in any sequence."""
+def empty(qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], lengths: Lengths) -> Outputs:
+    """Where there is no query, or no key in any sequence. No kernel looks at the lengths: done here, on the host."""
+    for name, starts, rows in zip(Lengths._fields, lengths[:2], qkv[:2], strict=False):
+        if starts.device.type == "cpu":
+            check_starts(name, starts.tolist(), rows.shape[0])
     out, lse = autograd.Empty.apply(*as_batch_of_one(*qkv))
     return out.squeeze(0), lse.squeeze(0)

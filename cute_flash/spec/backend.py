@@ -52,8 +52,6 @@ A Plan that `draws` has kernels that take one more operand, the last:
 
 counter  (1,) int32, zero before and after; no other launch that may run at the same time is given it
 
-A backend may have a `caveat`, which `explain` shows beside its plans.
-
 A backend may offer a second forward for calls whose query tiles are too few to fill the GPU (see `split`):
 
     kernel(q, k, v, out, lse, scale[, left, right, softcap], o_partial, state_partial)
@@ -86,6 +84,10 @@ class Backend(Protocol):
 
     def native(self, device: Device) -> bool:
         """Is this backend the one made for the device? A native backend's refusal is a fallback, said aloud."""
+        ...
+
+    def caveat(self, device: Device) -> str:
+        """What a user of it on this device should know, which `explain` shows beside its plans; mostly nothing."""
         ...
 
     def refuse(self, problem: Problem) -> Sequence[str]:

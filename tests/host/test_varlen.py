@@ -150,6 +150,21 @@ def test_hints_that_are_no_lengths_are_refused_where_their_kind_is_warm(name, hi
         call(**{name: hint})
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("total_q", "total_k", "which"), [(0, 12, "q"), (12, 0, "k"), (0, 0, "q")])
+def test_lengths_of_nothing_are_checked_too(total_q, total_k, which, compiled):
+    """No kernel runs, and none looks at them."""
+    q, k = torch.zeros(total_q, 4, 16), torch.zeros(total_k, 2, 16)
+    zeros = torch.zeros(3, dtype=torch.int32)
+    call_it = torch.compile(attention_varlen, fullgraph=True, backend="eager") if compiled else attention_varlen
+    fine = {"cu_seqlens_q": CU if total_q else zeros, "cu_seqlens_k": CU if total_k else zeros}
+    assert not call_it(q, k, k, **fine).any()
+    with pytest.raises(ValueError, match=f"cu_seqlens_{which} must end within the 0 rows it cuts, got 12"):
+        call_it(q, k, k, cu_seqlens_q=CU, cu_seqlens_k=CU)
+    with pytest.raises(ValueError, match="cu_seqlens_q must start at 0, got 1"):
+        call_it(q, k, k, **{**fine, "cu_seqlens_q": CU + 1})
+
+
 def test_what_is_missing_is_named():
     inputs = make_inputs(same(5))
     with pytest.raises(TypeError, match="cu_seqlens_k"):
@@ -301,6 +316,33 @@ def test_exported_with_hints_that_are_read_from_the_lengths():
     arguments = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q
     exported = torch.export.export(Module(), arguments, strict=False).module()
     assert torch.equal(exported(*arguments), Module()(*arguments))
+
+
+def test_one_graph_serves_all_lengths():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention_varlen, fullgraph=True, dynamic=True, backend=counter)
+    for lengths in ((10, 5), (7, 9, 30), (3,) * 6, (64, 1, 2, 80)):
+        inputs = make_inputs(same(*lengths))
+        longest = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+        out = compiled(inputs.q, inputs.k, inputs.v, **inputs.lengths, **longest, causal=True)
+        assert torch.equal(out, attention_varlen(inputs.q, inputs.k, inputs.v, **inputs.lengths, causal=True))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_opcheck_of_the_backward(with_dlse):
+    inputs = make_inputs(same(10, 5, head_dim=16, head_dim_v=16))
+    tensors, rest = (inputs.q, inputs.k, inputs.v), (*inputs.lengths.values(), None, None)
+    words = (True, 5, None, 0.3, 4.0, False, None)
+    out, lse = torch.ops.cute_flash.attention_varlen(*tensors, *rest, True, *words)
+    dlse = torch.randn_like(lse) if with_dlse else None
+    torch.library.opcheck(
+        torch.ops.cute_flash.attention_varlen_backward.default,
+        (torch.randn_like(out), dlse, *tensors, out, lse, *rest, *words),
+    )
 
 
 def test_opcheck():
