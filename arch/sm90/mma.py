@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from cute_flash.spec.plan import Tile
 
@@ -30,7 +30,8 @@ class ForwardMmas:
         )
 
     def qk(self) -> cute.TiledMma:
-        return self._make(OperandMajorMode.K, self.tile.tile_n, warpgroup.OperandSource.SMEM)
+        source = warpgroup.OperandSource.RMEM if self.tile.q_regs else warpgroup.OperandSource.SMEM
+        return self._make(OperandMajorMode.K, self.tile.tile_n, source)
 
     def pv(self) -> cute.TiledMma:
         return self._make(OperandMajorMode.MN, self.width_v, warpgroup.OperandSource.RMEM)
@@ -53,12 +54,18 @@ def make_fragments(mmas: ForwardMmas, smem: tuple, group: Int32) -> Fragments:
     s_q, s_k, s_v = smem
     tile, tiled_qk, tiled_pv = mmas.tile, mmas.qk(), mmas.pv()
     qk, pv = tiled_qk.get_slice(group * WARPGROUP), tiled_pv.get_slice(group * WARPGROUP)
+    if mmas.tile.q_regs:
+        shape = qk.partition_shape_A((tile.tile_m, s_q.shape[1]))
+        q_packed = cute.make_rmem_tensor((cute.size(shape) // 2,), Int32)
+        q = cute.make_tensor(cute.recast_ptr(q_packed.iterator, dtype=mmas.dtype), cute.make_layout(shape))
+    else:
+        q = tiled_qk.make_fragment_A(qk.partition_A(s_q))
     s = cute.make_rmem_tensor(qk.partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
     p_packed = cute.make_rmem_tensor((tile.tile_n // 4,), Int32)
     # the C fragment of S, read four columns at a time, is the A fragment of PV: no shuffle, no shared memory
     as_operand = cute.make_layout(((2, 2, 2), 1, tile.tile_n // 16), stride=((1, 2, 4), 0, 8))
     return Fragments(
-        q=tiled_qk.make_fragment_A(qk.partition_A(s_q)),
+        q=q,
         k=tiled_qk.make_fragment_B(qk.partition_B(s_k)),
         v=tiled_pv.make_fragment_B(pv.partition_B(s_v)),
         s=s,
@@ -84,10 +91,19 @@ def first_column(thread: Int32) -> Int32:
     return 2 * (thread % 4)
 
 
+def load_queries(mmas: ForwardMmas, frags: Fragments, s_q: cute.Tensor, thread: Int32, slot: Int32):
+    """Q of a warpgroup into the registers that wgmma reads."""
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), mmas.dtype)
+    copy = cute.make_tiled_copy_A(atom, mmas.qk()).get_slice(thread)
+    source = copy.partition_S(s_q)
+    cute.copy(atom, source[None, None, None, slot], copy.retile(frags.q))
+
+
 @cute.jit
 def issue_scores(mmas: cutlass.Constexpr, frags: Fragments, q_slot: Int32, k_slot: Int32):
     """S = Q K^T, one commit group. The caller waits."""
-    mma, q, k = mmas.qk(), frags.q[None, None, None, q_slot], frags.k[None, None, None, k_slot]
+    mma, k = mmas.qk(), frags.k[None, None, None, k_slot]
+    q = frags.q if cutlass.const_expr(mmas.tile.q_regs) else frags.q[None, None, None, q_slot]
     mma.set(warpgroup.Field.ACCUMULATE, False)
     warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(q, mode=[2])):

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ..common.numeric import exp2, finite_or_zero, mul_rn
+from ..common.numeric import bits, exp2, finite_or_zero, from_bits, mul_rn
 from ..common.rowstate import RowState, inverse_total
 from .mma import rows_view
 
@@ -38,6 +38,33 @@ def _tree(values: list, combine) -> Float32:
     return values[0]
 
 
+def _three_way(rows: list, state: RowState) -> list:
+    """Positive floats are in the order of their bits, and VIMNMX3 takes two of them at a time: the larger of 0 and the
+    new maxima of both rows, as bits."""
+    found = []
+    for r in range(2):
+        chains = [bits(cute.arch.fmax(state.maximum[r], Float32(0.0))), bits(rows[r][0])]
+        for c in range(1, len(rows[0]) - 1, 2):
+            i = c // 2 % 2
+            chains[i] = cutlass.max(cutlass.max(chains[i], bits(rows[r][c])), bits(rows[r][c + 1]))
+        x = cutlass.max(cutlass.max(*chains), bits(rows[r][-1]))
+        x = cutlass.max(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+        found.append(cutlass.max(x, cute.arch.shuffle_sync_bfly(x, offset=2)))
+    return found
+
+
+@cute.jit
+def _fast_maxima(view: cute.Tensor, state: RowState, maxima: cute.Tensor):
+    rows = [[view[r, c] for c in range(cute.size(view, mode=[1]))] for r in range(2)]
+    found = _three_way(rows, state)
+    below = [(found[r] == 0) & (state.maximum[r] < 0.0) for r in range(2)]
+    for r in cutlass.range_constexpr(2):
+        maxima[r] = from_bits(found[r])
+    if cute.arch.vote_any_sync(below[0] | below[1]):
+        again = _row_maxima([[view[r, c] for c in range(cute.size(view, mode=[1]))] for r in range(2)], state)
+        maxima[0], maxima[1] = again[0], again[1]
+
+
 @cute.jit
 def softmax_step(
     scores: cute.Tensor,
@@ -45,6 +72,7 @@ def softmax_step(
     scale_log2: Float32,
     masked: cutlass.Constexpr[bool],
     ahead: cutlass.Constexpr[int] = 1,
+    max3: cutlass.Constexpr[bool] = False,
 ):
     """Scores become exp2(scale * (score - maximum)); the state takes the new maximum, sum and rescale factor.
 
@@ -54,7 +82,11 @@ def softmax_step(
     witnesses = []
     view = rows_view(scores)  # (2, tile_n / 4)
     rows = [[view[r, c] for c in range(cute.size(view, mode=[1]))] for r in range(2)]  # read once: compile time
-    maxima = _row_maxima(rows, state)
+    if cutlass.const_expr(max3):
+        maxima = cute.make_rmem_tensor((2,), Float32)
+        _fast_maxima(view, state, maxima)
+    else:
+        maxima = _row_maxima(rows, state)
     for r in cutlass.range_constexpr(2):
         subtrahend = mul_rn(maxima[r], scale_log2)
         if cutlass.const_expr(masked):

@@ -29,7 +29,7 @@ from .epilogue import (
     wait_output,
 )
 from .mask import mask_scores, mask_window
-from .mma import ForwardMmas, Fragments, issue_output, issue_scores
+from .mma import ForwardMmas, Fragments, issue_output, issue_scores, load_queries
 from .pipeline import ForwardPipelines, Turn, forward_states, grant_first_turn, pass_turn, wait_full, wait_turn
 from .queue import TicketRing, receive, ticket_states
 from .schedule import forward_schedule
@@ -51,6 +51,7 @@ class MmaContext(NamedTuple):
     turn: Turn
     seqlens: tuple
     bounds: tuple  # (left, right) of a window
+    s_q: cute.Tensor
     cap_factor: Float32 | None  # what raw scores are multiplied with inside a softcap
 
 
@@ -123,6 +124,7 @@ class Walk:
         frags.o.fill(0.0)
         reset(context.state)
         pipes.q.consumer_wait(q_state)
+        self.take_queries(context, q_state)
         wait_full(pipes.k, k_state)
         issue_scores(self.mmas, frags, q_state.index, k_state.index)
         warpgroup.wait_group(0)
@@ -175,6 +177,11 @@ class Walk:
         return q_state, k_state, v_state
 
     @cute.jit
+    def take_queries(self, context: MmaContext, q_state):
+        if cutlass.const_expr(self.tile.q_regs):
+            load_queries(self.mmas, context.frags, context.s_q, context.thread, q_state.index)
+
+    @cute.jit
     def cross(self, context: MmaContext, states: tuple, following: Unit):
         """The last P V of a unit and the first scores of the following one."""
         pipes, frags = context.pipes, context.frags
@@ -182,6 +189,7 @@ class Walk:
         pipes.q.consumer_release(q_state)
         q_state.advance()
         wait_full(pipes.q, q_state)
+        self.take_queries(context, q_state)
         self.issue_both(context, (q_state, k_state, v_state))
         k_read = k_state.clone()
         k_state.advance()
@@ -189,8 +197,9 @@ class Walk:
         reset(context.state)
         witnesses = self.probabilities(context, following.row_start, following.tiles.last - 1, True)
         self.release_k_after(pipes, k_read, witnesses)
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
+        if cutlass.const_expr(not self.tile.pv_first):
+            warpgroup.wait_group(0)
+            pipes.v.consumer_release(v_state)
         v_state.advance()
         pack_fragment(frags.s, frags.p_packed, self.dtype)
         return q_state, k_state, v_state
@@ -255,7 +264,7 @@ class Walk:
                 mask_window(scores, context.thread, place, context.seqlens, context.bounds, self.mask, self.tile)
             else:
                 mask_scores(scores, context.thread, row_start, key_start, context.seqlens, self.mask.causal)
-        return softmax_step(scores, context.state, context.scale_log2, masked, max(1, self.tile.ahead))
+        return softmax_step(scores, context.state, context.scale_log2, masked, max(1, self.tile.ahead), self.tile.max3)
 
     @cute.jit
     def step(self, context: MmaContext, states: tuple, place: tuple, masked: bool):
@@ -266,8 +275,9 @@ class Walk:
         self.release_q_after(pipes, q_state, place)
         witnesses = self.probabilities(context, place[0], place[1], masked)
         self.release_k_after(pipes, k_state, witnesses)
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
+        if cutlass.const_expr(not self.tile.pv_first):
+            warpgroup.wait_group(0)
+            pipes.v.consumer_release(v_state)
         pack_fragment(frags.s, frags.p_packed, self.dtype)
         if cutlass.const_expr(not self.tile.late):
             self.rescale(frags, context)
@@ -275,6 +285,23 @@ class Walk:
     @cute.jit
     def issue_both(self, context: MmaContext, states: tuple):
         """Scores of a key tile and P V of the one before; afterwards the scores are there and P V is in flight."""
+        pipes, frags = context.pipes, context.frags
+        q_state, k_state, v_state = states
+        if cutlass.const_expr(self.tile.pv_first):
+            wait_full(pipes.v, v_state)
+            wait_full(pipes.k, k_state)
+            wait_turn(context.turn, self.schedule)
+            issue_output(self.mmas, frags, v_state.index)
+            issue_scores(self.mmas, frags, q_state.index, k_state.index)
+            pass_turn(context.turn, self.schedule)
+            warpgroup.wait_group(0)
+            pipes.v.consumer_release(v_state)
+            pipes.k.consumer_release(k_state)
+        else:
+            self._issue_scores_first(context, states)
+
+    @cute.jit
+    def _issue_scores_first(self, context: MmaContext, states: tuple):
         pipes, frags = context.pipes, context.frags
         q_state, k_state, v_state = states
         wait_full(pipes.k, k_state)

@@ -15,6 +15,10 @@ class Tile:
     votes: bool = False  # a warp votes whether O needs rescaling at all
     late: bool = False  # O is rescaled under the next scores, not at once
     ahead: int = 0  # exponentials of a row before the wait for P V, at least; 0: as the compiler likes
+    max3: bool = False
+    pv_first: bool = False
+    pp: int = -1
+    q_regs: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.tile_m}x{self.tile_n} stages={self.stages}"]
