@@ -29,9 +29,9 @@ class ForwardMmas:
             self.dtype, self.dtype, OperandMajorMode.K, b_major, Float32, warpgroups, instruction, source
         )
 
-    def qk(self) -> cute.TiledMma:
+    def qk(self, narrow: bool = False) -> cute.TiledMma:
         source = warpgroup.OperandSource.RMEM if self.tile.q_regs else warpgroup.OperandSource.SMEM
-        return self._make(OperandMajorMode.K, self.tile.tile_n, source)
+        return self._make(OperandMajorMode.K, self.tile.tile_n // (2 if narrow else 1), source)
 
     def pv(self) -> cute.TiledMma:
         return self._make(OperandMajorMode.MN, self.width_v, warpgroup.OperandSource.RMEM)
@@ -42,6 +42,7 @@ class Fragments(NamedTuple):
 
     q: cute.Tensor  # (mma, 1, width_qk / 16, q_slots)
     k: cute.Tensor  # (mma, 1, width_qk / 16, stages)
+    k_narrow: cute.Tensor  # the same of the first half of the keys
     v: cute.Tensor  # (mma, 1, tile_n / 16, stages)
     s: cute.Tensor  # ((2, 2, tile_n / 8), 1, 1) float32: scores, then probabilities
     p: cute.Tensor  # ((2, 2, 2), 1, tile_n / 16) 16-bit: the A operand of PV, a view of p_packed
@@ -61,12 +62,16 @@ def make_fragments(mmas: ForwardMmas, smem: tuple, group: Int32) -> Fragments:
     else:
         q = tiled_qk.make_fragment_A(qk.partition_A(s_q))
     s = cute.make_rmem_tensor(qk.partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
+    tiled_narrow = mmas.qk(True)
+    narrow = tiled_narrow.get_slice(group * WARPGROUP)
+    half = cute.local_tile(s_k, (tile.tile_n // 2, s_k.shape[1], tile.stages), (0, 0, 0))
     p_packed = cute.make_rmem_tensor((tile.tile_n // 4,), Int32)
     # the C fragment of S, read four columns at a time, is the A fragment of PV: no shuffle, no shared memory
     as_operand = cute.make_layout(((2, 2, 2), 1, tile.tile_n // 16), stride=((1, 2, 4), 0, 8))
     return Fragments(
         q=q,
         k=tiled_qk.make_fragment_B(qk.partition_B(s_k)),
+        k_narrow=tiled_narrow.make_fragment_B(narrow.partition_B(half)),
         v=tiled_pv.make_fragment_B(pv.partition_B(s_v)),
         s=s,
         p=cute.make_tensor(cute.recast_ptr(p_packed.iterator, dtype=mmas.dtype), as_operand),
@@ -79,6 +84,12 @@ def rows_view(acc: cute.Tensor) -> cute.Tensor:
     """A wgmma accumulator as (row, column): a thread holds rows lane/4 and lane/4 + 8 of its warp's 16."""
     (_, _, eights) = acc.shape[0]
     return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, eights)), stride=(2, (1, 4))))
+
+
+def left_half(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator of half as many columns, the first ones."""
+    (_, _, eights) = acc.shape[0]
+    return cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, eights // 2), 1, 1), stride=((1, 2, 4), 0, 0)))
 
 
 def first_row(thread: Int32) -> Int32:
@@ -100,14 +111,17 @@ def load_queries(mmas: ForwardMmas, frags: Fragments, s_q: cute.Tensor, thread: 
 
 
 @cute.jit
-def issue_scores(mmas: cutlass.Constexpr, frags: Fragments, q_slot: Int32, k_slot: Int32):
+def issue_scores(
+    mmas: cutlass.Constexpr, frags: Fragments, q_slot: Int32, k_slot: Int32, narrow: cutlass.Constexpr[bool] = False
+):
     """S = Q K^T, one commit group. The caller waits."""
-    mma, k = mmas.qk(), frags.k[None, None, None, k_slot]
+    mma, k = mmas.qk(narrow), (frags.k_narrow if cutlass.const_expr(narrow) else frags.k)[None, None, None, k_slot]
+    s = left_half(frags.s) if cutlass.const_expr(narrow) else frags.s
     q = frags.q if cutlass.const_expr(mmas.tile.q_regs) else frags.q[None, None, None, q_slot]
     mma.set(warpgroup.Field.ACCUMULATE, False)
     warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(q, mode=[2])):
-        cute.gemm(mma, frags.s, q[None, None, step], k[None, None, step], frags.s)
+        cute.gemm(mma, s, q[None, None, step], k[None, None, step], s)
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 

@@ -11,6 +11,7 @@ from cute_flash.spec.plan import Plan
 from ..common.blocks import KeyTiles, key_tiles, never_none, part_of, window_tiles
 from ..common.order import Sizes, WorkTile, head_by_head, longest_first, tile_count
 from .queue import Ticket
+from .schedule import ROWS_PER_WARPGROUP
 
 
 class Unit(NamedTuple):
@@ -20,6 +21,8 @@ class Unit(NamedTuple):
     row_start: Int32
     split: Int32
     tiles: KeyTiles
+    hidden: Int32  # 1 for a warpgroup none of whose rows sees the last key tile, which `tiles` then leaves out
+    narrow: Int32  # 1 for a warpgroup whose rows see, of the last key tile, keys in its first half only
 
 
 class Units:
@@ -54,4 +57,25 @@ class Units:
             tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.mask.causal)
             tiles = part_of(tiles, ticket.split, splits)
         tiles = never_none(tiles, cute.ceil_div(sizes.seqlen_k, tile.tile_n))
-        return Unit(work, row_start, ticket.split, tiles)
+        return Unit(work, row_start, ticket.split, tiles, Int32(0), Int32(0))
+
+    @cute.jit
+    def of_warpgroup(self, unit: Unit, group: Int32, sizes: Sizes) -> Unit:
+        """The unit as one warpgroup walks it. One tile is left out at most: a warpgroup further ahead would ask for a key
+        tile whose turn in the rings comes after the values it still needs."""
+        if cutlass.const_expr(not (self.mask.right and (self.tile.skips or self.tile.narrows))):
+            return unit
+        first, last, unmasked, whole = unit.tiles
+        reach = Int32(0)
+        if cutlass.const_expr(not self.mask.causal):
+            reach = sizes.right
+        last_row = unit.row_start + ROWS_PER_WARPGROUP * (group + 1) - 1
+        sees = last_row + sizes.seqlen_k - sizes.seqlen_q + reach
+        hidden = Int32(0)
+        if cutlass.const_expr(self.tile.skips):
+            there = (last - first > 1) & ((last - 1) * self.tile.tile_n > sees)
+            hidden = Int32(cutlass.select_(there, Int32(1), Int32(0)))
+        last -= hidden
+        middle = (last - 1) * self.tile.tile_n + self.tile.tile_n // 2
+        narrow = Int32(cutlass.select_(middle > sees, Int32(1), Int32(0)))
+        return Unit(unit.work, unit.row_start, unit.split, KeyTiles(first, last, unmasked, whole), hidden, narrow)

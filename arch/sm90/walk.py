@@ -29,7 +29,7 @@ from .epilogue import (
     wait_output,
 )
 from .mask import mask_scores, mask_window
-from .mma import ForwardMmas, Fragments, issue_output, issue_scores, load_queries
+from .mma import ForwardMmas, Fragments, issue_output, issue_scores, left_half, load_queries
 from .pipeline import ForwardPipelines, Turn, forward_states, grant_first_turn, pass_turn, wait_full, wait_turn
 from .queue import TicketRing, receive, ticket_states
 from .schedule import forward_schedule
@@ -48,6 +48,7 @@ class MmaContext(NamedTuple):
     done: RowState  # of the unit whose output is about to leave
     scale_log2: Float32
     thread: Int32  # among the MMA threads
+    group: Int32  # which MMA warpgroup
     turn: Turn
     seqlens: tuple
     bounds: tuple  # (left, right) of a window
@@ -74,15 +75,22 @@ class Walk:
         ticket_state = ticket_states(pipelines.PipelineUserType.Consumer)
         grant_first_turn(context.turn, self.schedule)
         ticket, ticket_state = receive(context.tickets, ticket_state)
-        unit, live = self.units.unit(ticket, sizes, splits), ticket.live
+        group = context.group
+        unit, live = self.units.of_warpgroup(self.units.unit(ticket, sizes, splits), group, sizes), ticket.live
         states = self.enter(context, states, unit)
         while live != 0:
             states = self.through(context, states, unit)
             ticket, ticket_state = receive(context.tickets, ticket_state)
-            following = self.units.unit(ticket, sizes, splits)
+            following = self.units.of_warpgroup(self.units.unit(ticket, sizes, splits), group, sizes)
             if cutlass.const_expr(self.carries):
                 if ticket.live != 0:
-                    states = self.cross(context, states, following)
+                    if cutlass.const_expr(self.mask.right and self.tile.narrows):
+                        if following.narrow != 0:
+                            states = self.cross(context, states, following, True)
+                        else:
+                            states = self.cross(context, states, following, False)
+                    else:
+                        states = self.cross(context, states, following, False)
                 else:
                     states = self.leave(context, states)
                 self.hand_out(context, room, results, unit)
@@ -120,7 +128,7 @@ class Walk:
     def enter(self, context: MmaContext, states: tuple, unit: Unit):
         """The first scores of a unit, with nothing else in flight. -> the states, moved on; so below."""
         pipes, frags = context.pipes, context.frags
-        q_state, k_state, v_state = states
+        q_state, k_state, v_state = self.skip_keys(context, states, unit)
         frags.o.fill(0.0)
         reset(context.state)
         pipes.q.consumer_wait(q_state)
@@ -133,6 +141,40 @@ class Walk:
         k_state.advance()
         self.probabilities(context, unit.row_start, unit.tiles.last - 1, True)
         pack_fragment(frags.s, frags.p_packed, self.dtype)
+        return self.skip_values(context, (q_state, k_state, v_state), unit)
+
+    @cute.jit
+    def skip_keys(self, context: MmaContext, states: tuple, unit: Unit):
+        """K of a tile that is hidden from this warpgroup is given back unread, its turn passed on."""
+        if cutlass.const_expr(self.mask.right and self.tile.skips):
+            if unit.hidden != 0:
+                states = self._skip_key_tile(context, states)
+        return states
+
+    @cute.jit
+    def _skip_key_tile(self, context: MmaContext, states: tuple):
+        q_state, k_state, v_state = states
+        wait_turn(context.turn, self.schedule)
+        pass_turn(context.turn, self.schedule)
+        wait_full(context.pipes.k, k_state)
+        context.pipes.k.consumer_release(k_state)
+        k_state.advance()
+        return q_state, k_state, v_state
+
+    @cute.jit
+    def skip_values(self, context: MmaContext, states: tuple, unit: Unit):
+        """V of that tile, once P V of the unit before is done."""
+        if cutlass.const_expr(self.mask.right and self.tile.skips):
+            if unit.hidden != 0:
+                states = self._skip_value_tile(context, states)
+        return states
+
+    @cute.jit
+    def _skip_value_tile(self, context: MmaContext, states: tuple):
+        q_state, k_state, v_state = states
+        wait_full(context.pipes.v, v_state)
+        context.pipes.v.consumer_release(v_state)
+        v_state.advance()
         return q_state, k_state, v_state
 
     @cute.jit
@@ -182,27 +224,32 @@ class Walk:
             load_queries(self.mmas, context.frags, context.s_q, context.thread, q_state.index)
 
     @cute.jit
-    def cross(self, context: MmaContext, states: tuple, following: Unit):
+    def cross(self, context: MmaContext, states: tuple, following: Unit, narrow: cutlass.Constexpr[bool]):
         """The last P V of a unit and the first scores of the following one."""
         pipes, frags = context.pipes, context.frags
-        q_state, k_state, v_state = states
+        q_state, k_state, v_state = self.skip_keys(context, states, following)
         pipes.q.consumer_release(q_state)
         q_state.advance()
         wait_full(pipes.q, q_state)
         self.take_queries(context, q_state)
-        self.issue_both(context, (q_state, k_state, v_state))
+        self.issue_both(context, (q_state, k_state, v_state), narrow)
         k_read = k_state.clone()
         k_state.advance()
         settle(context.state, context.done)
         reset(context.state)
-        witnesses = self.probabilities(context, following.row_start, following.tiles.last - 1, True)
+        witnesses = self.probabilities(context, following.row_start, following.tiles.last - 1, True, narrow)
         self.release_k_after(pipes, k_read, witnesses)
         if cutlass.const_expr(not self.tile.pv_first):
             warpgroup.wait_group(0)
             pipes.v.consumer_release(v_state)
         v_state.advance()
-        pack_fragment(frags.s, frags.p_packed, self.dtype)
-        return q_state, k_state, v_state
+        if cutlass.const_expr(narrow):
+            frags.p_packed.fill(0)
+            half = cute.make_tensor(frags.p_packed.iterator, cute.make_layout(self.tile.tile_n // 8))
+            pack_fragment(left_half(frags.s), half, self.dtype)
+        else:
+            pack_fragment(frags.s, frags.p_packed, self.dtype)
+        return self.skip_values(context, (q_state, k_state, v_state), following)
 
     @cute.jit
     def release_k_after(self, pipes: ForwardPipelines, k_state, witnesses: list):
@@ -229,7 +276,7 @@ class Walk:
         """The same where Q has one slot: the next Q arrives under the last P V, and O leaves under the first scores."""
         pipes, frags = context.pipes, context.frags
         unit, following = units
-        q_state, k_state, v_state = states
+        q_state, k_state, v_state = self.skip_keys(context, states, following)
         q_state.advance()
         if cutlass.const_expr(self.tile.late):
             self.rescale(frags, context)
@@ -250,11 +297,18 @@ class Walk:
         k_state.advance()
         self.probabilities(context, following.row_start, following.tiles.last - 1, True)
         pack_fragment(frags.s, frags.p_packed, self.dtype)
-        return q_state, k_state, v_state
+        return self.skip_values(context, (q_state, k_state, v_state), following)
 
     @cute.jit
-    def probabilities(self, context: MmaContext, row_start: Int32, key_tile: Int32, masked: bool):
-        scores = context.frags.s
+    def probabilities(
+        self,
+        context: MmaContext,
+        row_start: Int32,
+        key_tile: Int32,
+        masked: bool,
+        narrow: cutlass.Constexpr[bool] = False,
+    ):
+        scores = left_half(context.frags.s) if cutlass.const_expr(narrow) else context.frags.s
         if cutlass.const_expr(self.softcap):
             cap_scores(scores, context.cap_factor)
         if cutlass.const_expr(masked):
@@ -283,7 +337,7 @@ class Walk:
             self.rescale(frags, context)
 
     @cute.jit
-    def issue_both(self, context: MmaContext, states: tuple):
+    def issue_both(self, context: MmaContext, states: tuple, narrow: cutlass.Constexpr[bool] = False):
         """Scores of a key tile and P V of the one before; afterwards the scores are there and P V is in flight."""
         pipes, frags = context.pipes, context.frags
         q_state, k_state, v_state = states
@@ -292,21 +346,21 @@ class Walk:
             wait_full(pipes.k, k_state)
             wait_turn(context.turn, self.schedule)
             issue_output(self.mmas, frags, v_state.index)
-            issue_scores(self.mmas, frags, q_state.index, k_state.index)
+            issue_scores(self.mmas, frags, q_state.index, k_state.index, narrow)
             pass_turn(context.turn, self.schedule)
             warpgroup.wait_group(0)
             pipes.v.consumer_release(v_state)
             pipes.k.consumer_release(k_state)
         else:
-            self._issue_scores_first(context, states)
+            self._issue_scores_first(context, states, narrow)
 
     @cute.jit
-    def _issue_scores_first(self, context: MmaContext, states: tuple):
+    def _issue_scores_first(self, context: MmaContext, states: tuple, narrow: cutlass.Constexpr[bool]):
         pipes, frags = context.pipes, context.frags
         q_state, k_state, v_state = states
         wait_full(pipes.k, k_state)
         wait_turn(context.turn, self.schedule)
-        issue_scores(self.mmas, frags, q_state.index, k_state.index)
+        issue_scores(self.mmas, frags, q_state.index, k_state.index, narrow)
         if cutlass.const_expr(self.tile.late):
             self.rescale(frags, context)
         wait_full(pipes.v, v_state)

@@ -19,6 +19,8 @@ class Tile:
     pv_first: bool = False
     pp: int = -1
     q_regs: bool = False
+    skips: bool = False
+    narrows: bool = False
 
     def __str__(self) -> str:
         words = [f"{self.tile_m}x{self.tile_n} stages={self.stages}"]
