@@ -33,7 +33,7 @@ from .mma import ForwardMmas, Fragments, issue_output, issue_scores, left_half, 
 from .pipeline import ForwardPipelines, Turn, forward_states, grant_first_turn, pass_turn, wait_full, wait_turn
 from .queue import TicketRing, receive, ticket_states
 from .schedule import forward_schedule
-from .softmax import cap_scores, finish, rescale_if_any, rescale_output, softmax_step
+from .softmax import cap_scores, finish, lagging_step, rescale_if_any, rescale_output, softmax_step
 from .tiles import o_apart, q_slots
 from .units import Unit, Units
 
@@ -327,6 +327,16 @@ class Walk:
         q_state, k_state, v_state = states
         self.issue_both(context, (q_state, k_state, v_state))
         self.release_q_after(pipes, q_state, place)
+        if cutlass.const_expr(self.tile.lags and not masked):
+            lagging_step(frags.s, frags.p_packed, context.state, context.scale_log2, self.dtype)
+            self.rescale(frags, context)
+        else:
+            self._full_step(context, states, place, masked)
+
+    @cute.jit
+    def _full_step(self, context: MmaContext, states: tuple, place: tuple, masked: bool):
+        pipes, frags = context.pipes, context.frags
+        q_state, k_state, v_state = states
         witnesses = self.probabilities(context, place[0], place[1], masked)
         self.release_k_after(pipes, k_state, witnesses)
         if cutlass.const_expr(not self.tile.pv_first):
@@ -363,9 +373,12 @@ class Walk:
         issue_scores(self.mmas, frags, q_state.index, k_state.index, narrow)
         if cutlass.const_expr(self.tile.late):
             self.rescale(frags, context)
+        if cutlass.const_expr(self.tile.early):
+            pass_turn(context.turn, self.schedule)
         wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
-        pass_turn(context.turn, self.schedule)
+        if cutlass.const_expr(not self.tile.early):
+            pass_turn(context.turn, self.schedule)
         warpgroup.wait_group(1)
         if cutlass.const_expr(self.tile.ahead == 0):
             pipes.k.consumer_release(k_state)

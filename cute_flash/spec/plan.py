@@ -20,6 +20,8 @@ class Tile:
     pp: int = -1
     q_regs: bool = False
     skips: bool = False
+    lags: bool = False
+    early: bool = False
     narrows: bool = False
 
     def __str__(self) -> str:
