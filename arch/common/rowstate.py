@@ -13,19 +13,17 @@ class RowState(NamedTuple):
 
     maximum: cute.Tensor  # (rows,) running maximum of the raw scores
     total: cute.Tensor  # (rows,) running sum of exp2(scale * (score - maximum)) over this thread's columns
-    seen: cute.Tensor  # (rows,) maximum of all scores so far; larger than `maximum` for a while where that may lag
     rescale: cute.Tensor  # (rows,) what the latest maximum asks of O: exp2(scale * (old maximum - new maximum))
 
 
 def make_row_state(rows: int) -> RowState:
-    return RowState(*(cute.make_rmem_tensor((rows,), Float32) for _ in range(4)))
+    return RowState(*(cute.make_rmem_tensor((rows,), Float32) for _ in range(3)))
 
 
 def reset(state: RowState):
     """No key seen yet."""
     state.maximum.fill(NEG_INF)
     state.total.fill(0.0)
-    state.seen.fill(NEG_INF)
     state.rescale.fill(1.0)
 
 

@@ -146,7 +146,6 @@ class ForwardSm90(ForwardEntry):
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),
                 cap_factor=cap_factor,
-                s_q=smem[0],
             )
             room = OutputRoom(s_o, sources.o)
             self.walk.run(context, room, (lse, o_partial, out), sizes, splits)

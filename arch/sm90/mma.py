@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cute_flash.spec.plan import Tile
 
@@ -29,9 +29,10 @@ class ForwardMmas:
             self.dtype, self.dtype, OperandMajorMode.K, b_major, Float32, warpgroups, instruction, source
         )
 
-    def qk(self, narrow: bool = False) -> cute.TiledMma:
-        source = warpgroup.OperandSource.RMEM if self.tile.q_regs else warpgroup.OperandSource.SMEM
-        return self._make(OperandMajorMode.K, self.tile.tile_n // (2 if narrow else 1), source)
+    def qk(self, half: bool = False) -> cute.TiledMma:
+        """`half`: of the first half of the keys."""
+        columns = self.tile.tile_n // 2 if half else self.tile.tile_n
+        return self._make(OperandMajorMode.K, columns, warpgroup.OperandSource.SMEM)
 
     def pv(self) -> cute.TiledMma:
         return self._make(OperandMajorMode.MN, self.width_v, warpgroup.OperandSource.RMEM)
@@ -42,7 +43,7 @@ class Fragments(NamedTuple):
 
     q: cute.Tensor  # (mma, 1, width_qk / 16, q_slots)
     k: cute.Tensor  # (mma, 1, width_qk / 16, stages)
-    k_narrow: cute.Tensor  # the same of the first half of the keys
+    k_half: cute.Tensor  # the same of the first half of the keys
     v: cute.Tensor  # (mma, 1, tile_n / 16, stages)
     s: cute.Tensor  # ((2, 2, tile_n / 8), 1, 1) float32: scores, then probabilities
     p: cute.Tensor  # ((2, 2, 2), 1, tile_n / 16) 16-bit: the A operand of PV, a view of p_packed
@@ -55,23 +56,16 @@ def make_fragments(mmas: ForwardMmas, smem: tuple, group: Int32) -> Fragments:
     s_q, s_k, s_v = smem
     tile, tiled_qk, tiled_pv = mmas.tile, mmas.qk(), mmas.pv()
     qk, pv = tiled_qk.get_slice(group * WARPGROUP), tiled_pv.get_slice(group * WARPGROUP)
-    if mmas.tile.q_regs:
-        shape = qk.partition_shape_A((tile.tile_m, s_q.shape[1]))
-        q_packed = cute.make_rmem_tensor((cute.size(shape) // 2,), Int32)
-        q = cute.make_tensor(cute.recast_ptr(q_packed.iterator, dtype=mmas.dtype), cute.make_layout(shape))
-    else:
-        q = tiled_qk.make_fragment_A(qk.partition_A(s_q))
+    tiled_half = mmas.qk(half=True)
+    keys_half = cute.local_tile(s_k, (tile.tile_n // 2, s_k.shape[1], tile.stages), (0, 0, 0))
     s = cute.make_rmem_tensor(qk.partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
-    tiled_narrow = mmas.qk(True)
-    narrow = tiled_narrow.get_slice(group * WARPGROUP)
-    half = cute.local_tile(s_k, (tile.tile_n // 2, s_k.shape[1], tile.stages), (0, 0, 0))
     p_packed = cute.make_rmem_tensor((tile.tile_n // 4,), Int32)
     # the C fragment of S, read four columns at a time, is the A fragment of PV: no shuffle, no shared memory
     as_operand = cute.make_layout(((2, 2, 2), 1, tile.tile_n // 16), stride=((1, 2, 4), 0, 8))
     return Fragments(
-        q=q,
+        q=tiled_qk.make_fragment_A(qk.partition_A(s_q)),
         k=tiled_qk.make_fragment_B(qk.partition_B(s_k)),
-        k_narrow=tiled_narrow.make_fragment_B(narrow.partition_B(half)),
+        k_half=tiled_half.make_fragment_B(tiled_half.get_slice(group * WARPGROUP).partition_B(keys_half)),
         v=tiled_pv.make_fragment_B(pv.partition_B(s_v)),
         s=s,
         p=cute.make_tensor(cute.recast_ptr(p_packed.iterator, dtype=mmas.dtype), as_operand),
@@ -86,8 +80,8 @@ def rows_view(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, eights)), stride=(2, (1, 4))))
 
 
-def left_half(acc: cute.Tensor) -> cute.Tensor:
-    """An accumulator of half as many columns, the first ones."""
+def first_half(acc: cute.Tensor) -> cute.Tensor:
+    """The first half of a wgmma accumulator's columns, an accumulator itself."""
     (_, _, eights) = acc.shape[0]
     return cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, eights // 2), 1, 1), stride=((1, 2, 4), 0, 0)))
 
@@ -102,22 +96,15 @@ def first_column(thread: Int32) -> Int32:
     return 2 * (thread % 4)
 
 
-def load_queries(mmas: ForwardMmas, frags: Fragments, s_q: cute.Tensor, thread: Int32, slot: Int32):
-    """Q of a warpgroup into the registers that wgmma reads."""
-    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), mmas.dtype)
-    copy = cute.make_tiled_copy_A(atom, mmas.qk()).get_slice(thread)
-    source = copy.partition_S(s_q)
-    cute.copy(atom, source[None, None, None, slot], copy.retile(frags.q))
-
-
 @cute.jit
 def issue_scores(
-    mmas: cutlass.Constexpr, frags: Fragments, q_slot: Int32, k_slot: Int32, narrow: cutlass.Constexpr[bool] = False
+    mmas: cutlass.Constexpr, frags: Fragments, q_slot: Int32, k_slot: Int32, half: cutlass.Constexpr[bool] = False
 ):
-    """S = Q K^T, one commit group. The caller waits."""
-    mma, k = mmas.qk(narrow), (frags.k_narrow if cutlass.const_expr(narrow) else frags.k)[None, None, None, k_slot]
-    s = left_half(frags.s) if cutlass.const_expr(narrow) else frags.s
-    q = frags.q if cutlass.const_expr(mmas.tile.q_regs) else frags.q[None, None, None, q_slot]
+    """S = Q K^T, one commit group. The caller waits. `half`: only the first half of S."""
+    mma, q = mmas.qk(half), frags.q[None, None, None, q_slot]
+    k, s = frags.k[None, None, None, k_slot], frags.s
+    if cutlass.const_expr(half):
+        k, s = frags.k_half[None, None, None, k_slot], first_half(frags.s)
     mma.set(warpgroup.Field.ACCUMULATE, False)
     warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(q, mode=[2])):

@@ -36,4 +36,4 @@ BUDGETS = {1: (56, 256), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
 def forward_schedule(tile: Tile, width_v: int) -> Schedule:
     count = tile.tile_m // ROWS_PER_WARPGROUP
     load, mma = BUDGETS[count]
-    return Schedule(count, load, mma, ping_pong=count > 1 and width_v <= 128 if tile.pp < 0 else bool(tile.pp))
+    return Schedule(count, load, mma, ping_pong=count > 1 and width_v <= 128)

@@ -21,8 +21,8 @@ class Unit(NamedTuple):
     row_start: Int32
     split: Int32
     tiles: KeyTiles
-    hidden: Int32  # 1 for a warpgroup none of whose rows sees the last key tile, which `tiles` then leaves out
-    narrow: Int32  # 1 for a warpgroup whose rows see, of the last key tile, keys in its first half only
+    skips: Int32  # 1 for a warpgroup that sees nothing of the last key tile, which its `tiles` leave out, else 0
+    halves: Int32  # 1 for a warpgroup that sees nothing of the second half of the last key tile in its `tiles`
 
 
 class Units:
@@ -61,21 +61,21 @@ class Units:
 
     @cute.jit
     def of_warpgroup(self, unit: Unit, group: Int32, sizes: Sizes) -> Unit:
-        """The unit as one warpgroup walks it. One tile is left out at most: a warpgroup further ahead would ask for a key
-        tile whose turn in the rings comes after the values it still needs."""
-        if cutlass.const_expr(not (self.mask.right and (self.tile.skips or self.tile.narrows))):
+        """The unit as a warpgroup walks it: its 64 rows see less than the query tile's last one.
+
+        One key tile is left out at most. Further ahead, a warpgroup would wait for keys that are loaded after values
+        whose slot it holds itself."""
+        tile = self.tile
+        if cutlass.const_expr(not (tile.skips or tile.halves)):
             return unit
         first, last, unmasked, whole = unit.tiles
-        reach = Int32(0)
-        if cutlass.const_expr(not self.mask.causal):
-            reach = sizes.right
         last_row = unit.row_start + ROWS_PER_WARPGROUP * (group + 1) - 1
-        sees = last_row + sizes.seqlen_k - sizes.seqlen_q + reach
-        hidden = Int32(0)
-        if cutlass.const_expr(self.tile.skips):
-            there = (last - first > 1) & ((last - 1) * self.tile.tile_n > sees)
-            hidden = Int32(cutlass.select_(there, Int32(1), Int32(0)))
-        last -= hidden
-        middle = (last - 1) * self.tile.tile_n + self.tile.tile_n // 2
-        narrow = Int32(cutlass.select_(middle > sees, Int32(1), Int32(0)))
-        return Unit(unit.work, unit.row_start, unit.split, KeyTiles(first, last, unmasked, whole), hidden, narrow)
+        last_key = last_row + sizes.seqlen_k - sizes.seqlen_q
+        skips = Int32(0)
+        if cutlass.const_expr(tile.skips):
+            hidden = (last - first > 1) & ((last - 1) * tile.tile_n > last_key)
+            skips = Int32(cutlass.select_(hidden, Int32(1), Int32(0)))
+            last = last - skips
+        middle = (last - 1) * tile.tile_n + tile.tile_n // 2
+        halves = Int32(cutlass.select_(middle > last_key, Int32(1), Int32(0)))
+        return Unit(unit.work, unit.row_start, unit.split, KeyTiles(first, last, unmasked, whole), skips, halves)

@@ -29,11 +29,11 @@ from .epilogue import (
     wait_output,
 )
 from .mask import mask_scores, mask_window
-from .mma import ForwardMmas, Fragments, issue_output, issue_scores, left_half, load_queries
+from .mma import ForwardMmas, Fragments, first_half, issue_output, issue_scores
 from .pipeline import ForwardPipelines, Turn, forward_states, grant_first_turn, pass_turn, wait_full, wait_turn
 from .queue import TicketRing, receive, ticket_states
 from .schedule import forward_schedule
-from .softmax import cap_scores, finish, lagging_step, rescale_if_any, rescale_output, softmax_step
+from .softmax import cap_scores, finish, rescale_if_any, rescale_output, softmax_step
 from .tiles import o_apart, q_slots
 from .units import Unit, Units
 
@@ -48,11 +48,10 @@ class MmaContext(NamedTuple):
     done: RowState  # of the unit whose output is about to leave
     scale_log2: Float32
     thread: Int32  # among the MMA threads
-    group: Int32  # which MMA warpgroup
+    group: Int32  # which MMA warpgroup it is of
     turn: Turn
     seqlens: tuple
     bounds: tuple  # (left, right) of a window
-    s_q: cute.Tensor
     cap_factor: Float32 | None  # what raw scores are multiplied with inside a softcap
 
 
@@ -75,22 +74,16 @@ class Walk:
         ticket_state = ticket_states(pipelines.PipelineUserType.Consumer)
         grant_first_turn(context.turn, self.schedule)
         ticket, ticket_state = receive(context.tickets, ticket_state)
-        group = context.group
-        unit, live = self.units.of_warpgroup(self.units.unit(ticket, sizes, splits), group, sizes), ticket.live
+        unit = self.units.of_warpgroup(self.units.unit(ticket, sizes, splits), context.group, sizes)
+        live = ticket.live
         states = self.enter(context, states, unit)
         while live != 0:
             states = self.through(context, states, unit)
             ticket, ticket_state = receive(context.tickets, ticket_state)
-            following = self.units.of_warpgroup(self.units.unit(ticket, sizes, splits), group, sizes)
+            following = self.units.of_warpgroup(self.units.unit(ticket, sizes, splits), context.group, sizes)
             if cutlass.const_expr(self.carries):
                 if ticket.live != 0:
-                    if cutlass.const_expr(self.mask.right and self.tile.narrows):
-                        if following.narrow != 0:
-                            states = self.cross(context, states, following, True)
-                        else:
-                            states = self.cross(context, states, following, False)
-                    else:
-                        states = self.cross(context, states, following, False)
+                    states = self.cross_over(context, states, following)
                 else:
                     states = self.leave(context, states)
                 self.hand_out(context, room, results, unit)
@@ -132,7 +125,6 @@ class Walk:
         frags.o.fill(0.0)
         reset(context.state)
         pipes.q.consumer_wait(q_state)
-        self.take_queries(context, q_state)
         wait_full(pipes.k, k_state)
         issue_scores(self.mmas, frags, q_state.index, k_state.index)
         warpgroup.wait_group(0)
@@ -145,37 +137,37 @@ class Walk:
 
     @cute.jit
     def skip_keys(self, context: MmaContext, states: tuple, unit: Unit):
-        """K of a tile that is hidden from this warpgroup is given back unread, its turn passed on."""
-        if cutlass.const_expr(self.mask.right and self.tile.skips):
-            if unit.hidden != 0:
-                states = self._skip_key_tile(context, states)
-        return states
+        """K of the tile left out goes back unread, and its turn to the next warpgroup."""
+        q_state, k_state, v_state = states
+        if cutlass.const_expr(self.tile.skips):
+            k_state = self._skip_keys(context, k_state, unit.skips)
+        return q_state, k_state, v_state
 
     @cute.jit
-    def _skip_key_tile(self, context: MmaContext, states: tuple):
-        q_state, k_state, v_state = states
-        wait_turn(context.turn, self.schedule)
-        pass_turn(context.turn, self.schedule)
-        wait_full(context.pipes.k, k_state)
-        context.pipes.k.consumer_release(k_state)
-        k_state.advance()
-        return q_state, k_state, v_state
+    def _skip_keys(self, context: MmaContext, k_state, skips: Int32):
+        if skips != 0:
+            wait_turn(context.turn, self.schedule)
+            pass_turn(context.turn, self.schedule)
+            wait_full(context.pipes.k, k_state)
+            context.pipes.k.consumer_release(k_state)
+            k_state.advance()
+        return k_state
 
     @cute.jit
     def skip_values(self, context: MmaContext, states: tuple, unit: Unit):
-        """V of that tile, once P V of the unit before is done."""
-        if cutlass.const_expr(self.mask.right and self.tile.skips):
-            if unit.hidden != 0:
-                states = self._skip_value_tile(context, states)
-        return states
+        """And its V, once the values of the unit before are used."""
+        q_state, k_state, v_state = states
+        if cutlass.const_expr(self.tile.skips):
+            v_state = self._skip_values(context, v_state, unit.skips)
+        return q_state, k_state, v_state
 
     @cute.jit
-    def _skip_value_tile(self, context: MmaContext, states: tuple):
-        q_state, k_state, v_state = states
-        wait_full(context.pipes.v, v_state)
-        context.pipes.v.consumer_release(v_state)
-        v_state.advance()
-        return q_state, k_state, v_state
+    def _skip_values(self, context: MmaContext, v_state, skips: Int32):
+        if skips != 0:
+            wait_full(context.pipes.v, v_state)
+            context.pipes.v.consumer_release(v_state)
+            v_state.advance()
+        return v_state
 
     @cute.jit
     def through(self, context: MmaContext, states: tuple, unit: Unit):
@@ -219,36 +211,38 @@ class Walk:
         return q_state, k_state, v_state
 
     @cute.jit
-    def take_queries(self, context: MmaContext, q_state):
-        if cutlass.const_expr(self.tile.q_regs):
-            load_queries(self.mmas, context.frags, context.s_q, context.thread, q_state.index)
+    def cross_over(self, context: MmaContext, states: tuple, following: Unit):
+        if cutlass.const_expr(self.tile.halves):
+            return self._cross_by_halves(context, states, following)
+        return self.cross(context, states, following, False)
 
     @cute.jit
-    def cross(self, context: MmaContext, states: tuple, following: Unit, narrow: cutlass.Constexpr[bool]):
+    def _cross_by_halves(self, context: MmaContext, states: tuple, following: Unit):
+        if following.halves != 0:
+            states = self.cross(context, states, following, True)
+        else:
+            states = self.cross(context, states, following, False)
+        return states
+
+    @cute.jit
+    def cross(self, context: MmaContext, states: tuple, following: Unit, half: cutlass.Constexpr[bool]):
         """The last P V of a unit and the first scores of the following one."""
         pipes, frags = context.pipes, context.frags
         q_state, k_state, v_state = self.skip_keys(context, states, following)
         pipes.q.consumer_release(q_state)
         q_state.advance()
         wait_full(pipes.q, q_state)
-        self.take_queries(context, q_state)
-        self.issue_both(context, (q_state, k_state, v_state), narrow)
+        self.issue_both(context, (q_state, k_state, v_state), half)
         k_read = k_state.clone()
         k_state.advance()
         settle(context.state, context.done)
         reset(context.state)
-        witnesses = self.probabilities(context, following.row_start, following.tiles.last - 1, True, narrow)
+        witnesses = self.probabilities(context, following.row_start, following.tiles.last - 1, True, half)
         self.release_k_after(pipes, k_read, witnesses)
-        if cutlass.const_expr(not self.tile.pv_first):
-            warpgroup.wait_group(0)
-            pipes.v.consumer_release(v_state)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
         v_state.advance()
-        if cutlass.const_expr(narrow):
-            frags.p_packed.fill(0)
-            half = cute.make_tensor(frags.p_packed.iterator, cute.make_layout(self.tile.tile_n // 8))
-            pack_fragment(left_half(frags.s), half, self.dtype)
-        else:
-            pack_fragment(frags.s, frags.p_packed, self.dtype)
+        self.pack(frags, half)
         return self.skip_values(context, (q_state, k_state, v_state), following)
 
     @cute.jit
@@ -299,6 +293,16 @@ class Walk:
         pack_fragment(frags.s, frags.p_packed, self.dtype)
         return self.skip_values(context, (q_state, k_state, v_state), following)
 
+    def pack(self, frags: Fragments, half: bool):
+        """P in 16 bits; of a half, zeros beside it, so that P V need not know."""
+        if half:
+            frags.p_packed.fill(0)
+            pack_fragment(
+                first_half(frags.s), cute.flat_divide(frags.p_packed, (self.tile.tile_n // 8,))[None, 0], self.dtype
+            )
+        else:
+            pack_fragment(frags.s, frags.p_packed, self.dtype)
+
     @cute.jit
     def probabilities(
         self,
@@ -306,9 +310,9 @@ class Walk:
         row_start: Int32,
         key_tile: Int32,
         masked: bool,
-        narrow: cutlass.Constexpr[bool] = False,
+        half: cutlass.Constexpr[bool] = False,
     ):
-        scores = left_half(context.frags.s) if cutlass.const_expr(narrow) else context.frags.s
+        scores = first_half(context.frags.s) if cutlass.const_expr(half) else context.frags.s
         if cutlass.const_expr(self.softcap):
             cap_scores(scores, context.cap_factor)
         if cutlass.const_expr(masked):
@@ -318,7 +322,7 @@ class Walk:
                 mask_window(scores, context.thread, place, context.seqlens, context.bounds, self.mask, self.tile)
             else:
                 mask_scores(scores, context.thread, row_start, key_start, context.seqlens, self.mask.causal)
-        return softmax_step(scores, context.state, context.scale_log2, masked, max(1, self.tile.ahead), self.tile.max3)
+        return softmax_step(scores, context.state, context.scale_log2, masked, self.tile)
 
     @cute.jit
     def step(self, context: MmaContext, states: tuple, place: tuple, masked: bool):
@@ -327,58 +331,27 @@ class Walk:
         q_state, k_state, v_state = states
         self.issue_both(context, (q_state, k_state, v_state))
         self.release_q_after(pipes, q_state, place)
-        if cutlass.const_expr(self.tile.lags and not masked):
-            lagging_step(frags.s, frags.p_packed, context.state, context.scale_log2, self.dtype)
-            self.rescale(frags, context)
-        else:
-            self._full_step(context, states, place, masked)
-
-    @cute.jit
-    def _full_step(self, context: MmaContext, states: tuple, place: tuple, masked: bool):
-        pipes, frags = context.pipes, context.frags
-        q_state, k_state, v_state = states
         witnesses = self.probabilities(context, place[0], place[1], masked)
         self.release_k_after(pipes, k_state, witnesses)
-        if cutlass.const_expr(not self.tile.pv_first):
-            warpgroup.wait_group(0)
-            pipes.v.consumer_release(v_state)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
         pack_fragment(frags.s, frags.p_packed, self.dtype)
         if cutlass.const_expr(not self.tile.late):
             self.rescale(frags, context)
 
     @cute.jit
-    def issue_both(self, context: MmaContext, states: tuple, narrow: cutlass.Constexpr[bool] = False):
+    def issue_both(self, context: MmaContext, states: tuple, half: cutlass.Constexpr[bool] = False):
         """Scores of a key tile and P V of the one before; afterwards the scores are there and P V is in flight."""
-        pipes, frags = context.pipes, context.frags
-        q_state, k_state, v_state = states
-        if cutlass.const_expr(self.tile.pv_first):
-            wait_full(pipes.v, v_state)
-            wait_full(pipes.k, k_state)
-            wait_turn(context.turn, self.schedule)
-            issue_output(self.mmas, frags, v_state.index)
-            issue_scores(self.mmas, frags, q_state.index, k_state.index, narrow)
-            pass_turn(context.turn, self.schedule)
-            warpgroup.wait_group(0)
-            pipes.v.consumer_release(v_state)
-            pipes.k.consumer_release(k_state)
-        else:
-            self._issue_scores_first(context, states, narrow)
-
-    @cute.jit
-    def _issue_scores_first(self, context: MmaContext, states: tuple, narrow: cutlass.Constexpr[bool]):
         pipes, frags = context.pipes, context.frags
         q_state, k_state, v_state = states
         wait_full(pipes.k, k_state)
         wait_turn(context.turn, self.schedule)
-        issue_scores(self.mmas, frags, q_state.index, k_state.index, narrow)
+        issue_scores(self.mmas, frags, q_state.index, k_state.index, half)
         if cutlass.const_expr(self.tile.late):
             self.rescale(frags, context)
-        if cutlass.const_expr(self.tile.early):
-            pass_turn(context.turn, self.schedule)
         wait_full(pipes.v, v_state)
         issue_output(self.mmas, frags, v_state.index)
-        if cutlass.const_expr(not self.tile.early):
-            pass_turn(context.turn, self.schedule)
+        pass_turn(context.turn, self.schedule)
         warpgroup.wait_group(1)
         if cutlass.const_expr(self.tile.ahead == 0):
             pipes.k.consumer_release(k_state)
