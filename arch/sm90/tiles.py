@@ -34,7 +34,7 @@ FORWARD = {
     # S=16384: 688, against 692 for 128x176, 665 without votes; S=4096: 665, 650, 650; S=1024: 607, 552 (process 5), 604
     (128, 128, "full"): Tile(128, 128, stages=2, votes=True, late=True),
     # S=16384: 678, against 684 for 128x176, 660 for nothing of votes, late, ahead; S=4096: 579, 566 (process 5), 574
-    (128, 128, "causal"): Tile(128, 128, stages=2, votes=True, late=True, ahead=16),
+    (128, 128, "causal"): Tile(128, 128, stages=2, votes=True, late=True, ahead=16, halves=True),
     # S=16384: 761, against 685 for 128x112
     (192, 128, "full"): Tile(128, 128, stages=2, votes=True, late=True),
     # S=16384: 703, against 709 for 128x112; S=1024: 375 against 358
@@ -42,32 +42,32 @@ FORWARD = {
     # S=16384: 724, against 704 for 128x96; S=4096: 697 (695 without ahead), against 666 for 128x80
     (192, 192, "full"): Tile(128, 112, stages=2, ahead=14),
     # S=16384: 792, against 745 for 128x96
-    (192, 192, "causal"): Tile(128, 112, stages=2),
+    (192, 192, "causal"): Tile(128, 112, stages=2, skips=True),
     # S=16384: 707, against 662 for 128x64
-    (256, 256, "full"): Tile(128, 80, stages=2, votes=True),
+    (256, 256, "full"): Tile(128, 80, stages=2, votes=True, triples=True),
     # S=16384: 685, against 661 for 128x64
-    (256, 256, "causal"): Tile(128, 80, stages=2, votes=True),
+    (256, 256, "causal"): Tile(128, 80, stages=2, votes=True, skips=True, triples=True),
 }
 
 # The same where there are at most problem.SHORT_KEYS keys (perf/results/hopper_schedules.csv): a tile is a few steps
 # long there, and a narrower one wastes less above the diagonal and past the last key.
 SHORT = {
     # S=512: 270, against 239 for 192x128; S=1024: 334 against 305 (S=2048: 417 against 443)
-    (64, 64, "causal"): Tile(128, 128, stages=2),
+    (64, 64, "causal"): Tile(128, 128, stages=3, halves=True),
     # S=512: 491, against 449 for 192x112, 426 for 192x96; S=1024: 560, 512, 522 (S=2048: 602, 645, 634)
     (96, 96, "full"): Tile(128, 128, stages=2, late=True),
     # S=512: 307, against 245 for 192x96; S=1024: 412 against 336 (S=2048: 522 against 525)
     (96, 96, "causal"): Tile(128, 128, stages=2, late=True),
     # S=1024: 475, against 468 for the row of longer ones
-    (128, 128, "causal"): Tile(128, 128, stages=2),
+    (128, 128, "causal"): Tile(128, 128, stages=2, halves=True),
     # S=512: 352, against 329 for 128x128, 320 for 128x96; S=1024: 476, 466, 462 (S=2048: 580, 606, 599)
-    (192, 128, "causal"): Tile(128, 64, stages=2, late=True),
+    (192, 128, "causal"): Tile(128, 64, stages=2, votes=True, late=True, skips=True),
     # S=512: 518, against 506 for 128x112, 522 for 128x64; S=1024: 655, 611, 631 (S=2048: 725, 715, 704)
     (192, 192, "full"): Tile(128, 80, stages=2),
     # S=512: 349, against 305 for 128x112, 333 for 128x80; S=1024: 491, 456, 487 (S=2048: 613, 605, 625)
-    (192, 192, "causal"): Tile(128, 64, stages=2),
+    (192, 192, "causal"): Tile(128, 64, stages=2, skips=True),
     # S=512: 351, against 332 for 128x80; S=1024: 494, 478 (S=2048: 617, 614)
-    (256, 256, "causal"): Tile(128, 64, stages=2),
+    (256, 256, "causal"): Tile(128, 64, stages=2, skips=True),
 }
 
 DRAWN_FULL = {(64, 64), (192, 192)}  # see draws
