@@ -66,7 +66,7 @@ class Units:
         One key tile is left out at most. Further ahead, a warpgroup would wait for keys that are loaded after values
         whose slot it holds itself."""
         tile = self.tile
-        if cutlass.const_expr(not (tile.skips or tile.halves)):
+        if cutlass.const_expr(not (self.mask.causal and (tile.skips or tile.halves))):
             return unit
         first, last, unmasked, whole = unit.tiles
         last_row = unit.row_start + ROWS_PER_WARPGROUP * (group + 1) - 1
