@@ -29,7 +29,7 @@ from .epilogue import (
     wait_output,
 )
 from .mask import mask_scores, mask_window
-from .mma import ForwardMmas, Fragments, first_half, issue_output, issue_scores, second_half
+from .mma import ForwardMmas, Fragments, first_half, issue_output, issue_scores
 from .pipeline import ForwardPipelines, Turn, forward_states, grant_first_turn, pass_turn, wait_full, wait_turn
 from .queue import TicketRing, receive, ticket_states
 from .schedule import forward_schedule
@@ -83,7 +83,7 @@ class Walk:
             following = self.units.of_warpgroup(self.units.unit(ticket, sizes, splits), context.group, sizes)
             if cutlass.const_expr(self.carries):
                 if ticket.live != 0:
-                    states = self.cross(context, states, following)
+                    states = self.cross_over(context, states, following)
                 else:
                     states = self.leave(context, states)
                 self.hand_out(context, room, results, unit)
@@ -211,24 +211,38 @@ class Walk:
         return q_state, k_state, v_state
 
     @cute.jit
-    def cross(self, context: MmaContext, states: tuple, following: Unit):
+    def cross_over(self, context: MmaContext, states: tuple, following: Unit):
+        if cutlass.const_expr(self.tile.halves):
+            return self._cross_by_halves(context, states, following)
+        return self.cross(context, states, following, False)
+
+    @cute.jit
+    def _cross_by_halves(self, context: MmaContext, states: tuple, following: Unit):
+        if following.halves != 0:
+            states = self.cross(context, states, following, True)
+        else:
+            states = self.cross(context, states, following, False)
+        return states
+
+    @cute.jit
+    def cross(self, context: MmaContext, states: tuple, following: Unit, half: cutlass.Constexpr[bool]):
         """The last P V of a unit and the first scores of the following one."""
         pipes, frags = context.pipes, context.frags
         q_state, k_state, v_state = self.skip_keys(context, states, following)
         pipes.q.consumer_release(q_state)
         q_state.advance()
         wait_full(pipes.q, q_state)
-        self.issue_both(context, (q_state, k_state, v_state))
+        self.issue_both(context, (q_state, k_state, v_state), half)
         k_read = k_state.clone()
         k_state.advance()
         settle(context.state, context.done)
         reset(context.state)
-        witnesses = self.first_probabilities(context, following)
+        witnesses = self.probabilities(context, following.row_start, following.tiles.last - 1, True, half)
         self.release_k_after(pipes, k_read, witnesses)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         v_state.advance()
-        pack_fragment(frags.s, frags.p_packed, self.dtype)
+        self.pack(frags, half)
         return self.skip_values(context, (q_state, k_state, v_state), following)
 
     @cute.jit
@@ -279,17 +293,14 @@ class Walk:
         pack_fragment(frags.s, frags.p_packed, self.dtype)
         return self.skip_values(context, (q_state, k_state, v_state), following)
 
-    @cute.jit
-    def first_probabilities(self, context: MmaContext, unit: Unit):
-        """Of a unit: its last key tile is masked, and a half of it that no row sees costs nothing."""
-        if cutlass.const_expr(self.tile.halves):
-            if unit.halves != 0:
-                self.probabilities(context, unit.row_start, unit.tiles.last - 1, True, True)
-                second_half(context.frags.s).fill(0.0)
-            else:
-                self.probabilities(context, unit.row_start, unit.tiles.last - 1, True)
-            return []
-        return self.probabilities(context, unit.row_start, unit.tiles.last - 1, True)
+    def pack(self, frags: Fragments, half: bool):
+        """P in 16 bits; of a half, zeros beside it, so that P V need not know."""
+        if half:
+            frags.p_packed.fill(0)
+            packed = cute.make_tensor(frags.p_packed.iterator, cute.make_layout(self.tile.tile_n // 8))
+            pack_fragment(first_half(frags.s), packed, self.dtype)
+        else:
+            pack_fragment(frags.s, frags.p_packed, self.dtype)
 
     @cute.jit
     def probabilities(
@@ -328,13 +339,13 @@ class Walk:
             self.rescale(frags, context)
 
     @cute.jit
-    def issue_both(self, context: MmaContext, states: tuple):
+    def issue_both(self, context: MmaContext, states: tuple, half: cutlass.Constexpr[bool] = False):
         """Scores of a key tile and P V of the one before; afterwards the scores are there and P V is in flight."""
         pipes, frags = context.pipes, context.frags
         q_state, k_state, v_state = states
         wait_full(pipes.k, k_state)
         wait_turn(context.turn, self.schedule)
-        issue_scores(self.mmas, frags, q_state.index, k_state.index)
+        issue_scores(self.mmas, frags, q_state.index, k_state.index, half)
         if cutlass.const_expr(self.tile.late):
             self.rescale(frags, context)
         wait_full(pipes.v, v_state)
