@@ -84,6 +84,13 @@ def finite_or_zero(x: Float32) -> Float32:
     return Float32(0.0) if x == NEG_INF else x
 
 
+def finite_or_nan(x: Float32) -> Float32:
+    """The subtrahend for a row maximum where all keys are visible: a row with an infinite score is NaN, as inf - inf
+    is. Said to the whole row, because exp2_polynomial clamps NaN to something tiny."""
+    text = "fma.rn.f32 {$w0}, {$r0}, 0f00000000, {$r0};"  # written as PTX: x * 0 + x is not to be simplified to x
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x])
+
+
 def capped_weights(score: Float32, lse_log2: Float32, factors: tuple) -> tuple[Float32, Float32]:
     """(P, P * (1 - tanh^2)) of a raw score. factors: (softcap * log2(e), 2 * scale * log2(e) / softcap).
 

@@ -13,6 +13,7 @@ from cute_flash.spec.plan import Tile
 from perf import baselines, bench, check, points, records, report, series, supervise, train
 from scripts import sass, tune
 from tests import oracle
+from tests.cases import OWN_KERNELS
 
 FACTS = {"gpu": "none", "uuid": "u1", "commit": "c1"}
 POINT = points.point(64, "causal", 128, batch=1, heads_q=4, heads_kv=2)
@@ -93,6 +94,16 @@ def test_no_number_on_a_wrong_answer():
 
 
 # ----------------------------------------------------------------------------------------------------------- series
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (10, 3), (12, 0)], ids=str)
+def test_ours_is_named_where_the_gpu_has_kernels_of_its_own(monkeypatch, capability, direction):
+    """Else a fallback would be timed as them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    point = replace(points.parse("d=64,mask=full,S=64")[0], direction=direction)
+    attend = baselines.ours(None)(point, torch.device("cuda", 0))
+    assert attend.keywords.get("backend") == OWN_KERNELS.get(capability)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
