@@ -6,8 +6,8 @@ from typing import Any
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
-from cute_flash.spec.scratch import ScratchRule
+from cute_flash.spec.problem import BACKWARD, FORWARD, PACKED, Problem
+from cute_flash.spec.scratch import ScratchRule, TableRule
 
 from . import support, tiles
 
@@ -46,6 +46,10 @@ class Sm90Backend:
             draws=tiles.draws(tiles.width(dims[0]), tiles.width(dims[1]), str(mask), problem.short, softcap),
             tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap),
         )
+        if problem.direction == FORWARD and problem.form == PACKED:
+            tile = tiles.packed_tile(problem, softcap)
+            ctas = problem.device.sm_count * tiles.forward_ctas(tile, forward.head_dim, forward.head_dim_v)
+            return replace(forward, form=PACKED, tile=tile, ctas=ctas, draws=True)
         if problem.direction == FORWARD:
             return forward
         widths = tiles.backward_widths(*dims)
@@ -64,10 +68,13 @@ class Sm90Backend:
         )
 
     def split(self, plan: Plan) -> Plan | None:
-        return replace(plan, variant=tiles.SPLIT, draws=False) if plan.direction == FORWARD and plan.plain else None
+        shares = plan.direction == FORWARD and plan.plain and plan.form != PACKED
+        return replace(plan, variant=tiles.SPLIT, draws=False) if shares else None
 
-    def scratch(self, plan: Plan) -> ScratchRule | None:
-        return tiles.backward_scratch(plan) if plan.direction == BACKWARD else None
+    def scratch(self, plan: Plan) -> ScratchRule | TableRule | None:
+        if plan.direction == BACKWARD:
+            return tiles.backward_scratch(plan)
+        return tiles.TABLE if plan.form == PACKED else None
 
     def pack(self, plan: Plan) -> Plan | None:
         return None

@@ -1,12 +1,20 @@
 """Which kernel a Plan names, and its compilation."""
 
 from cute_flash.spec.plan import Plan
+from cute_flash.spec.problem import PACKED
 
 from ..common import operands
 from .backward import BackwardSm90, BoundedBackwardSm90
 from .backward_apart import ApartBackwardSm90, BoundedApartBackwardSm90
 from .backward_wide import BoundedWideBackwardSm90, WideBackwardSm90
-from .forward import BoundedForwardSm90, DrawnForwardSm90, ForwardSm90, SplitForwardSm90
+from .forward import (
+    BoundedForwardSm90,
+    DrawnForwardSm90,
+    ForwardSm90,
+    PackedBoundedForwardSm90,
+    PackedForwardSm90,
+    SplitForwardSm90,
+)
 from .tiles import APART, SPLIT, WIDE
 
 
@@ -17,6 +25,8 @@ def compile_forward(plan: Plan, options: str = ""):
         kernel = DrawnForwardSm90
     if split:
         kernel = SplitForwardSm90
+    if plan.form == PACKED:
+        kernel = PackedForwardSm90 if plan.plain else PackedBoundedForwardSm90
     return operands.compile_forward(kernel(plan, operands.DTYPES[plan.dtype]), plan, split, options)
 
 

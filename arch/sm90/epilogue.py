@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from ..common.numeric import mul_rn, pack_fragment
 from ..common.order import WorkTile
 from ..common.rowstate import RowState, log_sum_exp
-from .load import TmaSource
+from .load import TmaSource, plane_of
 from .mma import first_column, first_row, rows_view
 from .pipeline import O_STORED
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
@@ -45,8 +45,10 @@ def registers_to_smem(o: cute.Tensor, room: cute.Tensor, thread: Int32, width_v:
 
 
 @cute.jit
-def store_output(o: cute.Tensor, out: OutputRoom, work: WorkTile, thread: Int32, shape: cutlass.Constexpr):
-    """Rows past seqlen_q and columns past head_dim_v are clipped by TMA. The store is left in flight."""
+def store_output(o: cute.Tensor, out: OutputRoom, target: tuple, thread: Int32, shape: cutlass.Constexpr):
+    """`target`: (work, the batch or a packed sequence's rows). Rows past their end and columns past head_dim_v are
+    clipped by TMA. The store is left in flight."""
+    work, place = target
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     storing = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
     room = out.smem[None, None, group]
@@ -58,14 +60,14 @@ def store_output(o: cute.Tensor, out: OutputRoom, work: WorkTile, thread: Int32,
     cute.arch.barrier(barrier_id=O_STORED + group, number_of_threads=WARPGROUP)
     if storing:
         rows = cute.local_tile(
-            out.tma.tensor[None, None, work.head, work.batch],
+            plane_of(out.tma, work.head, place),
             (ROWS_PER_WARPGROUP, shape.width_v),
             (work.m_block * (shape.mma_threads // WARPGROUP) + group, 0),
         )
-        source, target = cpasync.tma_partition(
+        source, box = cpasync.tma_partition(
             out.tma.atom, 0, cute.make_layout(1), cute.group_modes(room, 0, 2), cute.group_modes(rows, 0, 2)
         )
-        cute.copy(out.tma.atom, source, target)
+        cute.copy(out.tma.atom, source, box)
         cute.arch.cp_async_bulk_commit_group()
 
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
 from cute_flash.spec.problem import Problem
-from cute_flash.spec.scratch import ScratchRule
+from cute_flash.spec.scratch import ScratchRule, TableRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
+SMEM_RESERVED = 1024  # bytes of each CTA that the system takes beside
 SPLIT = "split"  # Plan.variant: several CTAs share a query tile, each takes a run of key tiles
 WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every true head_dim under its width
 
@@ -97,6 +98,13 @@ def o_apart(tile: Tile, width_qk: int, width_v: int) -> bool:
     return forward_smem_bytes(tile, width_qk, width_v, o_apart=True) <= SMEM_LIMIT
 
 
+def forward_ctas(tile: Tile, width_qk: int, width_v: int) -> int:
+    """CTAs on a multiprocessor: two of one MMA warpgroup where shared memory has room, which then run in turn."""
+    apart, slots = o_apart(tile, width_qk, width_v), q_slots(tile, width_qk, width_v)
+    size = forward_smem_bytes(tile, width_qk, width_v, apart) + 2 * (slots - 1) * tile.tile_m * width_qk
+    return 2 if tile.tile_m == 64 and 2 * (size + SMEM_RESERVED) <= SMEM_LIMIT + SMEM_RESERVED else 1
+
+
 def forward_registers(tile: Tile, width_v: int) -> int:
     """Registers a thread of a 64-row warpgroup needs for S, P (16-bit) and O, before addresses and row state."""
     return tile.tile_n // 2 + tile.tile_n // 4 + width_v // 2
@@ -134,6 +142,24 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
         if fits and forward_registers(tile, width_v) <= budget:
             return tile
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
+
+
+PACKED_FEW = Tile(64, 64, stages=2)  # for packed sequences of at most problem.FEW[-1] rows; not yet measured
+
+
+def packed_tile(problem: Problem, softcap: bool) -> Tile:
+    """As dense calls', where sequences are not all too short for it."""
+    if problem.few_rows:
+        return PACKED_FEW
+    return forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask), problem.short and not softcap, softcap)
+
+
+def drawn_together(tile: Tile) -> int:
+    """Units that a CTA draws at once: where one is over in 2 microseconds, as long as a draw and a search take."""
+    return 4 if tile.tile_m == 64 else 1
+
+
+TABLE = TableRule(words_per_sequence=5, words=6)  # what prepares a launch for packed sequences: sequences.py
 
 
 ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward take turns at dQ

@@ -10,6 +10,7 @@ from cute_flash.spec.plan import Plan
 
 from ..common.blocks import KeyTiles, key_tiles, never_none, part_of, window_tiles
 from ..common.order import Sizes, WorkTile, head_by_head, longest_first, tile_count
+from ..common.ragged import Place
 from .queue import Ticket
 
 
@@ -20,6 +21,7 @@ class Unit(NamedTuple):
     row_start: Int32
     split: Int32
     tiles: KeyTiles
+    place: Place | None = None  # of packed sequences, the one that row_start and tiles are of
 
 
 class Units:

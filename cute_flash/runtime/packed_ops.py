@@ -49,10 +49,10 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> 
         if request.is_empty(q, k):
             out, lse_out = packed.empty((q, k, v), lengths)
         else:
-            key = (of, lengths.kind, lse)
+            key = (of, lengths.kind(q, k), lse)
             call = _forwards.get(key)
             if call is None:
-                call = packed.prepare(batch_of_one, lengths.kind, words.options(lse))
+                call = packed.prepare(batch_of_one, lengths.kind(q, k), words.options(lse))
                 ops.remember(_forwards, key, call)
             out, lse_out = packed.run(call, (q, k, v), lengths, numbers)
     return out, ops.no_lse(q) if lse_out is None or not lse else lse_out
@@ -67,10 +67,10 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
     if request.is_empty(q, k):
         return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     with torch.no_grad():
-        key = (of, lengths.kind, dlse is not None)
+        key = (of, lengths.kind(q, k), dlse is not None)
         backward = _backwards.get(key)
         if backward is None:
-            backward = packed.prepare_backward(batch_of_one, lengths.kind, words.options(dlse is not None))
+            backward = packed.prepare_backward(batch_of_one, lengths.kind(q, k), words.options(dlse is not None))
             ops.remember(_backwards, key, backward)
         dlse = dlse if dlse is None else dlse.contiguous().unsqueeze(0)
         saved = (*batch_of_one, out.unsqueeze(0), lse.unsqueeze(0))
