@@ -24,11 +24,11 @@ WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every t
 # +1.8 +2.7, causal 4096 +1.2.
 # ahead (process 6): all of the softmax before the wait for P V loses 3 to 8% everywhere, half of it 1 to 3% at d=64
 # and 96. With votes and late it gains at d=128 causal 4096 +2.5, 16384 +2.8 (1024 +0.4), at d=192 full 2048 +1.9.
-# skips (percent of the kernel without, S=512 1024 2048 4096 16384, perf/NOTES.md, "what the diagonal hides"): d=192 causal
-# +3.6 +3.5 +3.8 +1.8 +0.4; d=256 causal +2.9 +3.6 +3.5 +2.0 +0.7, with triples +2.5 +3.2 +4.4 +2.5 +0.9; (192,128) causal
-# +2.2 +2.1, with votes +2.3 +3.1. It loses 2% at d=64 and 96 causal from 4096 on. halves: d=64 causal +6.1 +5.7; -0.8
-# and -2.3 at 2048 and 16384; d=128 causal +1.6 +0.5 +0.6 +0.3 +0.4. triples: d=256 full +0.3 +1.3 +2.2 +1.7 +1.7; d=64
-# and (192,128) lose 1 to 2, others 0.
+# skips (percent of the kernel without, S=512 1024 2048 4096 16384, perf/NOTES.md, "what the diagonal hides"): d=192
+# causal +3.6 +3.5 +3.8 +1.8 +0.4; d=256 causal +2.9 +3.6 +3.5 +2.0 +0.7, with triples +2.5 +3.2 +4.4 +2.5 +0.9;
+# (192,128) causal +2.2 +2.1, with votes +2.3 +3.1. It loses 2% at d=64 and 96 causal from 4096 on. halves: d=64 causal
+# +6.1 +5.7; -0.8 and -2.3 at 2048 and 16384; d=128 causal +1.6 +0.5 +0.6 +0.3 +0.4. triples: d=256 full +0.3 +1.3 +2.2
+# +1.7 +1.7; d=64 and (192,128) lose 1 to 2, others 0.
 FORWARD = {
     # S=16384: 537, against 493 for 192x112, 391 for 128x128
     (64, 64, "full"): Tile(192, 128, stages=2, votes=True),
@@ -155,7 +155,7 @@ PACKED_FEW = Tile(64, 64, stages=2)  # for packed sequences of at most problem.F
 
 
 def packed_tile(problem: Problem, softcap: bool) -> Tile:
-    """As dense calls', where sequences are not all too short for it; every warpgroup walks all of a unit's key tiles."""
+    """As dense calls', where sequences are not all too short for it; every warpgroup walks all key tiles of a unit."""
     if problem.few_rows:
         return PACKED_FEW
     short = problem.short and not softcap
