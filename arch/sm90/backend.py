@@ -6,8 +6,8 @@ from typing import Any
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
-from cute_flash.spec.scratch import ScratchRule
+from cute_flash.spec.problem import BACKWARD, FORWARD, PACKED, Problem
+from cute_flash.spec.scratch import ScratchRule, TableRule
 
 from . import support, tiles
 
@@ -21,6 +21,9 @@ class Sm90Backend:
 
     def native(self, device: Device) -> bool:
         return support.native(device)
+
+    def caveat(self, device: Device) -> str:
+        return ""
 
     def refuse(self, problem: Problem) -> Sequence[str]:
         return support.refuse(problem)
@@ -43,26 +46,35 @@ class Sm90Backend:
             draws=tiles.draws(tiles.width(dims[0]), tiles.width(dims[1]), str(mask), problem.short, softcap),
             tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap),
         )
+        if problem.direction == FORWARD and problem.form == PACKED:
+            tile = tiles.packed_tile(problem, softcap)
+            ctas = problem.device.sm_count * tiles.forward_ctas(tile, forward.head_dim, forward.head_dim_v)
+            return replace(forward, form=PACKED, tile=tile, ctas=ctas, draws=True)
         if problem.direction == FORWARD:
             return forward
-        widths, tile = tiles.backward_widths(*dims), tiles.backward_tile(*dims, forward.plain)
+        widths = tiles.backward_widths(*dims)
+        tile = tiles.backward_tile(problem, forward.plain)
+        variant = tiles.backward_variant(*dims, tile)
         return replace(
             forward,
             head_dim=widths[0],
             head_dim_v=widths[1],
             lse_grad=problem.lse_grad,
-            deterministic=problem.deterministic or not tiles.fused_backward(*dims),
+            deterministic=problem.deterministic or variant == tiles.APART,
             ctas=problem.device.sm_count,
             draws=False,
             tile=tile,
-            variant=tiles.backward_variant(*dims, str(mask), tile),
+            variant=variant,
         )
 
     def split(self, plan: Plan) -> Plan | None:
-        return replace(plan, variant=tiles.SPLIT, draws=False) if plan.direction == FORWARD and plan.plain else None
+        shares = plan.direction == FORWARD and plan.plain and plan.form != PACKED
+        return replace(plan, variant=tiles.SPLIT, draws=False) if shares else None
 
-    def scratch(self, plan: Plan) -> ScratchRule | None:
-        return tiles.backward_scratch(plan) if plan.direction == BACKWARD else None
+    def scratch(self, plan: Plan) -> ScratchRule | TableRule | None:
+        if plan.direction == BACKWARD:
+            return tiles.backward_scratch(plan)
+        return tiles.TABLE if plan.form == PACKED else None
 
     def pack(self, plan: Plan) -> Plan | None:
         return None

@@ -10,6 +10,7 @@ from cute_flash.spec.plan import Plan
 
 from ..common.blocks import KeyTiles, key_tiles, never_none, part_of, window_tiles
 from ..common.order import Sizes, WorkTile, head_by_head, longest_first, tile_count
+from ..common.ragged import Place
 from .queue import Ticket
 from .schedule import ROWS_PER_WARPGROUP
 
@@ -23,6 +24,7 @@ class Unit(NamedTuple):
     tiles: KeyTiles
     skips: Int32  # 1 for a warpgroup that sees nothing of the last key tile, which its `tiles` leave out, else 0
     halves: Int32  # 1 for a warpgroup that sees nothing of the second half of the last key tile in its `tiles`
+    place: Place | None = None  # of packed sequences, the one that row_start and tiles are of
 
 
 class Units:

@@ -14,9 +14,11 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_flash.spec.plan import Plan
+from cute_flash.spec.problem import PACKED
 
 from ..common.numeric import is_result, pack_fragment
 from ..common.order import Sizes
+from ..common.ragged import only_rows
 from ..common.rowstate import RowState, reset, settle
 from .epilogue import (
     OutputRoom,
@@ -60,6 +62,7 @@ class Walk:
 
     def __init__(self, plan: Plan, units: Units, dtype: type):
         self.tile, self.mask, self.softcap, self.dtype, self.units = plan.tile, plan.mask, plan.softcap, dtype, units
+        self.packed = plan.form == PACKED
         self.schedule = forward_schedule(plan.tile, plan.head_dim_v)
         self.mmas = ForwardMmas(plan.tile, plan.head_dim_v, dtype)
         self.o_apart = o_apart(plan.tile, plan.head_dim, plan.head_dim_v)
@@ -73,22 +76,26 @@ class Walk:
         states = forward_states(pipelines.PipelineUserType.Consumer, self.q_slots, self.tile.stages)
         ticket_state = ticket_states(pipelines.PipelineUserType.Consumer)
         grant_first_turn(context.turn, self.schedule)
-        ticket, ticket_state = receive(context.tickets, ticket_state)
+        ticket, ticket_state = receive(context.tickets, ticket_state, self.packed)
         unit = self.units.of_warpgroup(self.units.unit(ticket, sizes, splits), context.group, sizes)
         live = ticket.live
-        states = self.enter(context, states, unit)
+        if cutlass.const_expr(self.packed):
+            if live != 0:  # how many units there are is not known where the grid is chosen
+                states = self.enter(self.at(context, unit), states, unit)
+        else:
+            states = self.enter(context, states, unit)
         while live != 0:
-            states = self.through(context, states, unit)
-            ticket, ticket_state = receive(context.tickets, ticket_state)
+            states = self.through(self.at(context, unit), states, unit)
+            ticket, ticket_state = receive(context.tickets, ticket_state, self.packed)
             following = self.units.of_warpgroup(self.units.unit(ticket, sizes, splits), context.group, sizes)
             if cutlass.const_expr(self.carries):
                 if ticket.live != 0:
-                    states = self.cross_over(context, states, following)
+                    states = self.cross_over(self.at(context, following), states, following)
                 else:
                     states = self.leave(context, states)
                 self.hand_out(context, room, results, unit)
             elif ticket.live != 0:
-                states = self.step_over(context, states, (unit, following), room, results)
+                states = self.step_over(self.at(context, following), states, (unit, following), room, results)
             else:
                 states = self.leave(context, states)
                 self.hand_out(context, room, results, unit)
@@ -96,11 +103,22 @@ class Walk:
         if cutlass.const_expr(self.o_apart):
             wait_output(context.thread)
 
+    def at(self, context: MmaContext, unit: Unit) -> MmaContext:
+        """Lengths are the sequence's own where several are packed."""
+        if not self.packed:
+            return context
+        return context._replace(seqlens=(unit.place.q.count, unit.place.k.count))
+
     @cute.jit
     def hand_out(self, context: MmaContext, room: OutputRoom, results: tuple, unit: Unit):
         """O and LSE, or a split's share of them, leave; O starts anew."""
         frags, state, thread, tile_m = context.frags, context.done, context.thread, self.tile.tile_m
         lse, o_partial, out = results
+        place = unit.work.batch
+        if cutlass.const_expr(self.packed):
+            place = unit.place.q
+            lse = None if lse is None else only_rows(lse, 2, place)
+            out = None if out is None else only_rows(out, 1, place)
         finish(frags.o, state)
         if cutlass.const_expr(o_partial is not None):
             state_partial = lse[unit.split, None, None, None, None]
@@ -111,7 +129,7 @@ class Walk:
             if cutlass.const_expr(lse is not None):
                 store_lse(lse, state, unit.work, thread, tile_m, context.scale_log2)
             if cutlass.const_expr(self.o_apart):
-                store_output(frags.o, room, unit.work, thread, self.output_shape)
+                store_output(frags.o, room, (unit.work, place), thread, self.output_shape)
             else:
                 rows = out[unit.work.batch, None, unit.work.head, None]
                 store_direct(frags.o, rows, thread, unit.row_start, self.dtype)

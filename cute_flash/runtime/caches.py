@@ -103,11 +103,16 @@ def _new_fit(new: torch.Tensor, old: torch.Tensor, batch: int) -> bool:
     )
 
 
-def autocast(q: Any, cache: Cache) -> Any:
-    """q as autocast casts it to go with another dtype's cache; the caches stay what they are."""
-    if not isinstance(q, torch.Tensor) or not isinstance(cache.k, torch.Tensor) or q.dtype == cache.k.dtype:
-        return q
-    return request.autocast(q, cache.k, cache.k)[0]
+def autocast(q: Any, cache: Cache) -> tuple[Any, Cache]:
+    """q and the new keys as autocast casts what goes with a cache of another dtype; the caches stay what they are."""
+    k_new, v_new = _to_go_with(cache.k_new, cache.k), _to_go_with(cache.v_new, cache.v)
+    return _to_go_with(q, cache.k), cache._replace(k_new=k_new, v_new=v_new)
+
+
+def _to_go_with(new: Any, cached: Any) -> Any:
+    if not isinstance(new, torch.Tensor) or not isinstance(cached, torch.Tensor) or new.dtype == cached.dtype:
+        return new
+    return request.cast(new, torch.get_autocast_dtype(new.device.type)) if request.is_autocast(new.device) else new
 
 
 def check(q: torch.Tensor, cache: Cache, values: bool = True) -> None:
