@@ -90,7 +90,7 @@ def attention_kvcache(
                 kind, bounds = request.bounds(False, window and (window[0], None), softcap)
             key = (
                 dtype, q.device, type(q), seqlen_q, heads_q, head_dim, k_cache.shape[2], v_cache.shape[3], kind,
-                return_lse, cache.page_size, backend, settings.generation,
+                return_lse, cache.page_size, cache_batch_idx is None, cache.appends, backend, settings.generation,
                 dtype is not _float32 or request.float32_kind(q.device),
             )  # fmt: skip
             call = _warm.get(key) if caches.fit(q, cache) else None

@@ -24,7 +24,7 @@ from cute_flash.spec.plan import Plan
 from .replay import Contest, Run
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
-POINTS = ",".join(f"{b}x{s}" for b in (1, 4, 16, 64) for s in (1024, 8192, 32768))
+POINTS = ",".join(f"{b}x{s}" for b in (1, 4, 16, 64) for s in (1024, 8192, 32768, 131072) if b * s <= 64 * 32768)
 
 
 def _sdpa(kind: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
@@ -71,7 +71,9 @@ def _tiled(words: str, make: Callable[[], Run]) -> Run:
     return run
 
 
-def contestants(batch: int, seqlen: int, others: Sequence[str] = ()) -> dict[str, Callable[[], Run]]:
+def contestants(
+    batch: int, seqlen: int, others: Sequence[str] = (), splits: Sequence[int] = ()
+) -> dict[str, Callable[[], Run]]:
     torch.manual_seed(0)
     q = torch.randn(batch, 1, HEADS_Q, DIM, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(batch, seqlen, HEADS_KV, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -80,7 +82,12 @@ def contestants(batch: int, seqlen: int, others: Sequence[str] = ()) -> dict[str
         "ours-page64": lambda: _ours(q, k, v, 64),
         "ours-page16": lambda: _ours(q, k, v, 16),
         "ours-invariant": lambda: _ours(q, k, v, batch_invariant=True),
-        **{f"ours-{words}": functools.partial(_tiled, words, lambda: _ours(q, k, v)) for words in others},
+        **{f"ours-splits{n}": functools.partial(_ours, q, k, v, num_splits=n) for n in splits},
+        "triton": lambda: _ours(q, k, v, backend="triton"),
+        **{
+            f"triton-{words}": functools.partial(_tiled, words, lambda: _ours(q, k, v, backend="triton"))
+            for words in others
+        },
         "cudnn": lambda: _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v),
         "fa2": lambda: _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v),
     }
@@ -90,11 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.decode", description=__doc__.splitlines()[0])
     parser.add_argument("--points", default=POINTS, metavar="BATCHxSEQLEN,...")
     parser.add_argument("--seconds", type=float, default=0.5, help="of each point")
-    parser.add_argument("--tiles", default="", metavar="KEYSxWARPSxSTAGES,...", help="other tiles of ours, beside it")
+    parser.add_argument("--splits", default="", metavar="N,...", help="ours with so many shares, beside it")
+    parser.add_argument("--tiles", default="", metavar="KEYSxWARPSxSTAGES,...", help="other tiles of the Triton kernel")
     args = parser.parse_args(argv)
     for point in args.points.split(","):
         batch, seqlen = (int(part) for part in point.split("x"))
-        contest = Contest(contestants(batch, seqlen, [words for words in args.tiles.split(",") if words]))
+        others, splits = ([word for word in words.split(",") if word] for words in (args.tiles, args.splits))
+        contest = Contest(contestants(batch, seqlen, others, [int(n) for n in splits]))
         bytes_moved = 2 * batch * seqlen * HEADS_KV * DIM * 2
         rows = [(name, f"{t:.1f}", f"{bytes_moved / t / 1e3:.0f}") for name, t in contest.medians(args.seconds).items()]
         print(f"B={batch} S={seqlen}", "; ".join(f"{n} {t} us {r} GB/s" for n, t, r in rows), flush=True)

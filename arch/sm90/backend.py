@@ -6,10 +6,11 @@ from typing import Any
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
+from cute_flash.spec.problem import BACKWARD, CACHE, FORWARD, Problem
 from cute_flash.spec.scratch import ScratchRule
 
 from . import support, tiles
+from .cached.tiles import cache_tile, ctas_per_sm
 
 ARCH = "sm_90a"
 
@@ -43,6 +44,8 @@ class Sm90Backend:
             draws=tiles.draws(tiles.width(dims[0]), tiles.width(dims[1]), str(mask), problem.short, softcap),
             tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap),
         )
+        if problem.form == CACHE:
+            return self._cache_plan(forward, problem)
         if problem.direction == FORWARD:
             return forward
         widths, tile = tiles.backward_widths(*dims), tiles.backward_tile(*dims, forward.plain)
@@ -58,10 +61,26 @@ class Sm90Backend:
             variant=tiles.backward_variant(*dims, str(mask), tile),
         )
 
+    def _cache_plan(self, forward: Plan, problem: Problem) -> Plan:
+        tile = cache_tile(problem.head_dim, problem.head_dim_v)
+        return replace(
+            forward,
+            form=CACHE,
+            page_size=problem.page_size,
+            chosen=problem.chosen,
+            appends=problem.appends,
+            ctas=problem.device.sm_count * ctas_per_sm(tile, forward.head_dim, forward.head_dim_v),
+            draws=False,
+            tile=tile,
+        )
+
     def split(self, plan: Plan) -> Plan | None:
-        return replace(plan, variant=tiles.SPLIT, draws=False) if plan.direction == FORWARD and plan.plain else None
+        splittable = plan.direction == FORWARD and plan.form != CACHE and plan.plain
+        return replace(plan, variant=tiles.SPLIT, draws=False) if splittable else None
 
     def scratch(self, plan: Plan) -> ScratchRule | None:
+        if plan.form == CACHE:
+            return ScratchRule(1, plan.head_dim_v + 2)  # of each share: O, then a row's maximum and total
         return tiles.backward_scratch(plan) if plan.direction == BACKWARD else None
 
     def pack(self, plan: Plan) -> Plan | None:
@@ -71,6 +90,8 @@ class Sm90Backend:
         """A TVM-FFI function as the contract has it, on the current stream; `options` go to cute.compile."""
         from . import compile
 
+        if plan.form == CACHE:
+            return compile.compile_cache(plan, options)
         return (compile.compile_backward if plan.direction == BACKWARD else compile.compile_forward)(plan, options)
 
 

@@ -5,6 +5,7 @@ from cute_flash.spec.plan import Plan
 from ..common import operands
 from .backward import BackwardSm90, BoundedBackwardSm90
 from .backward_apart import ApartBackwardSm90, BoundedApartBackwardSm90
+from .decode import compile_decode
 from .forward import BoundedForwardSm90, DrawnForwardSm90, ForwardSm90, SplitForwardSm90
 from .tiles import APART, SPLIT
 
@@ -25,3 +26,7 @@ def compile_backward(plan: Plan, options: str = ""):
     else:
         kernel = BackwardSm90 if plan.plain else BoundedBackwardSm90
     return operands.compile_backward(kernel(plan, operands.DTYPES[plan.dtype]), plan, options)
+
+
+def compile_cache(plan: Plan, options: str = ""):
+    return compile_decode(plan, operands.DTYPES[plan.dtype], options)

@@ -260,7 +260,9 @@ def test_explain():
     inputs = make_inputs(CacheCase((5, 7), 2, page_size=16, dtype="bfloat16"))
     decision = cute_flash.explain(*inputs.qkv, **inputs.tables, causal=True, arch="9.0", num_splits=3)
     assert "cache page_size=16" in str(decision.problem) and "page_size=16" in str(decision.plan)
-    assert "key-value caches (attention_kvcache) are not built yet" in str(decision)
+    assert decision.plan.backend == "sm90"
+    blackwell = cute_flash.explain(*inputs.qkv, **inputs.tables, causal=True, arch="10.0")
+    assert "key-value caches (attention_kvcache) are not built yet" in str(blackwell)
     with pytest.raises(TypeError, match="a cache needs cache_seqlens="):
         cute_flash.explain(*inputs.qkv, page_table=inputs.page_table)
 

@@ -1,0 +1,131 @@
+"""What a CTA works on: a tile of a group's query rows, and a share of the keys that the row of the batch has.
+
+Row r of a tile's rows, counted through the tiles of a head of K, is token r // group of query head r % group.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_flash.spec.plan import Plan
+
+
+class CacheSizes(NamedTuple):
+    """Of a call: what no kernel is compiled for."""
+
+    batch: Int32
+    heads_q: Int32
+    heads_kv: Int32
+    seqlen_q: Int32
+    capacity: Int32  # keys that a row may have
+    appended: Int32  # of a row, behind its length
+    cache_rows: Int32  # or pages
+    splits: Int32
+    split_keys: Int32  # 0: equal shares
+    left: Int32 | None = None  # of a window
+    right: Int32 | None = None
+
+    @property
+    def group(self) -> Int32:
+        return self.heads_q // self.heads_kv
+
+    @property
+    def rows(self) -> Int32:
+        """Of a head of K: query tokens times heads of its group."""
+        return self.seqlen_q * self.group
+
+
+class Share(NamedTuple):
+    batch: Int32
+    head: Int32  # of K and V
+    split: Int32
+    row_start: Int32  # of the tile
+    seqlen_k: Int32
+    first: Int32  # key tiles [first, last)
+    last: Int32
+    whole_first: Int32  # of these, [whole_first, whole_last) need no mask
+    whole_last: Int32
+
+
+class Rows(NamedTuple):
+    """Both rows of an MMA thread."""
+
+    exist: tuple[Int32, Int32]
+    token: tuple[Int32, Int32]
+    head: tuple[Int32, Int32]  # of q
+
+
+def rows_of(share: Share, sizes: CacheSizes, first: Int32) -> Rows:
+    """`first`: the thread's row 0 of the tile; row 1 is 8 below."""
+    group, index = sizes.group, [share.row_start + first + 8 * r for r in range(2)]
+    return Rows(
+        exist=tuple(Int32(i < sizes.rows) for i in index),
+        token=tuple(i // group for i in index),
+        head=tuple(share.head * group + i % group for i in index),
+    )
+
+
+@cute.jit
+def length_of(seqlens: cute.Tensor, batch: Int32, sizes: CacheSizes) -> tuple[Int32, Int32]:
+    """(keys in the cache before what is appended, with it); no value, however wild, leads out of the cache."""
+    before = cutlass.min(cutlass.max(seqlens[batch], 0), sizes.capacity)
+    return before, cutlass.min(before + sizes.appended, sizes.capacity)
+
+
+class Shares:
+    """Of one Plan."""
+
+    def __init__(self, plan: Plan):
+        self.tile, self.mask = plan.tile, plan.mask
+
+    def tiles(self, sizes: CacheSizes) -> Int32:
+        return (sizes.rows + self.tile.tile_m - 1) // self.tile.tile_m
+
+    def count(self, sizes: CacheSizes) -> Int32:
+        return sizes.batch * sizes.splits * self.tiles(sizes) * sizes.heads_kv
+
+    @cute.jit
+    def share(self, index: Int32, seqlens: cute.Tensor, sizes: CacheSizes) -> Share:
+        """Heads next to each other: what one reads of a key lies beside what the next does."""
+        tile_m, tile_n, mask = self.tile.tile_m, self.tile.tile_n, self.mask
+        head, rest = index % sizes.heads_kv, index // sizes.heads_kv
+        tiles = self.tiles(sizes)
+        m_block, rest = rest % tiles, rest // tiles
+        split, batch = rest % sizes.splits, rest // sizes.splits
+        row_start = m_block * tile_m
+        _, seqlen_k = length_of(seqlens, batch, sizes)
+        group, diagonal = sizes.group, seqlen_k - sizes.seqlen_q
+        first_diagonal = row_start // group + diagonal
+        last_diagonal = (cutlass.min(row_start + tile_m, sizes.rows) - 1) // group + diagonal
+        begin, end, whole_first, whole_last = Int32(0), seqlen_k, Int32(0), seqlen_k // tile_n
+        if cutlass.const_expr(mask.right):
+            reach = Int32(1) if cutlass.const_expr(mask.causal) else sizes.right + 1
+            end = cutlass.max(0, cutlass.min(end, last_diagonal + reach))
+            whole_last = cutlass.max(0, cutlass.min(seqlen_k, first_diagonal + reach)) // tile_n
+        if cutlass.const_expr(mask.left):
+            begin = cutlass.max(0, first_diagonal - sizes.left) // tile_n
+            whole_first = (cutlass.max(0, last_diagonal - sizes.left) + tile_n - 1) // tile_n
+        last = (end + tile_n - 1) // tile_n
+        run, start = sizes.split_keys // tile_n, Int32(0)
+        if sizes.split_keys == 0:
+            run, start = (cutlass.max(last - begin, 0) + sizes.splits - 1) // sizes.splits, begin
+        start += split * run
+        first, last = cutlass.max(start, begin), cutlass.min(start + run, last)
+        return Share(batch, head, split, row_start, seqlen_k, first, cutlass.max(first, last), whole_first, whole_last)
+
+
+class Partials(NamedTuple):
+    """What the CTAs that share keys leave, float32."""
+
+    o: cute.Tensor  # (splits, batch * heads_q * seqlen_q, width_v); rows are those of a head of K together
+    state: cute.Tensor  # (splits, batch * heads_q * seqlen_q, 2): (maximum, total), see common/combine.py
+
+
+def partials_of(memory: cute.Tensor, sizes: CacheSizes, width_v: int) -> Partials:
+    rows = Int64(sizes.batch) * sizes.heads_kv * sizes.rows
+    o = cute.make_layout((sizes.splits, rows, width_v), stride=(rows * width_v, width_v, 1))
+    state = cute.make_layout((sizes.splits, rows, 2), stride=(rows * 2, 2, 1))
+    after = memory.iterator + rows * width_v * sizes.splits
+    return Partials(cute.make_tensor(memory.iterator, o), cute.make_tensor(after, state))
