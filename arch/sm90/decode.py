@@ -125,15 +125,18 @@ class DecodeSm90:
     ):
         """A merge may start at once, and waits by itself."""
         cute.arch.griddepcontrol_launch_dependents()
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == MMA_WARPS:
+            for source in (sources.k, sources.v):
+                cpasync.prefetch_descriptor(source.atom)
+        share = self.shares.share(cute.arch.block_idx()[0], tables[0], sizes)  # the length is on its way meanwhile
         storage = SmemAllocator().allocate(cache_storage(layouts, self.tile.stages, self.dtype))
         s_k = storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner)
         s_v = storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner)
         pipes = open_rings(storage, layouts, self.tile.stages, self.dtype)
         if cutlass.const_expr(self.appends):
             cute.arch.griddepcontrol_wait()
-        thread, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        share = self.shares.share(cute.arch.block_idx()[0], tables[0], sizes)
         if warp == MMA_WARPS:
             self.load_role(pipes, sources, (s_k, s_v), tables, share, sizes)
         else:
