@@ -23,7 +23,7 @@ from .cached.memory import CacheLayouts, box_layout, cache_layouts, cache_storag
 from .cached.merge import launch_merge
 from .cached.operands import compile_cache
 from .cached.pipeline import MMA_WARPS, THREADS, open_rings
-from .cached.shares import CacheSizes, Share, Shares, partials_of, rows_of
+from .cached.shares import CacheSizes, Share, Shares, partials_of, rows_of, sizes_of
 from .cached.walk import Walk, WalkContext
 from .load import TmaSource
 from .mma import first_row
@@ -88,14 +88,12 @@ class DecodeSm90:
         capacity = k.shape[1]
         if cutlass.const_expr(self.page_size > 0):
             capacity = self.page_size * tables[1].shape[1]
-        sizes = CacheSizes(
-            batch=q.shape[0],
-            heads_q=q.shape[2],
-            heads_kv=k.shape[2],
-            seqlen_q=q.shape[1],
+        sizes = sizes_of(
+            q,
+            k,
+            self.tile.tile_m,
             capacity=capacity,
             appended=new[0].shape[1] if cutlass.const_expr(self.appends) else Int32(0),
-            cache_rows=k.shape[0],
             splits=splits,
             split_keys=split_keys,
             left=left,

@@ -1,72 +1,83 @@
 """The second kernel: what the CTAs that shared the keys of a row left becomes O and LSE, as in common/combine.py.
 
-One CTA a row; its warps take the shares in turn. It starts beside the last CTAs of the kernel before, and waits.
+One CTA a row. It starts beside the last CTAs of the kernel before, and waits. Of 32 shares at a time all states and
+outputs are asked for before anything is waited for; a lane holds neighbouring columns.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
+from cutlass.memory import SmemAllocator
 
 from ...common.numeric import NEG_INF, exp2, finite_or_zero
 from ...common.rowstate import inverse_total, log_sum_exp
 from .shares import CacheSizes, Partials
 
 WARPS = 4
-TOGETHER = 4  # shares that a warp reads at a time
-
-
-@cute.jit
-def _merged(state: cute.Tensor, lane: Int32) -> tuple[Float32, Float32]:
-    """state (splits, 2) -> (maximum, total) over the shares; (0, 0) where none saw a key. Every lane gets them."""
-    splits = state.shape[0]
-    top = Float32(NEG_INF)
-    for s in cutlass.range(lane, splits, 32, unroll=1):
-        top = cute.arch.fmax(top, state[s, 0])
-    top = finite_or_zero(cute.arch.warp_reduction_max(top))
-    total = Float32(0.0)
-    for s in cutlass.range(lane, splits, 32, unroll=1):
-        total = total + exp2(state[s, 0] - top) * state[s, 1]
-    return top, cute.arch.warp_reduction_sum(total)
+LANES = 32
+TOGETHER = LANES // WARPS  # shares of a warp among 32
 
 
 @cute.kernel
 def merge_kernel(
     partials: Partials, out: cute.Tensor, lse: cute.Tensor | None, sizes: CacheSizes, width: cutlass.Constexpr[int]
 ):
-    cute.arch.griddepcontrol_wait()
     thread, _, _ = cute.arch.thread_idx()
     index, _, _ = cute.arch.block_idx()
-    lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
-    in_head, head_row = index % sizes.rows, index // sizes.rows
-    batch, head = head_row // sizes.heads_kv, head_row % sizes.heads_kv * sizes.group + in_head % sizes.group
-    token, columns = in_head // sizes.group, width // 32
-    room = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((width, WARPS)), 16)
-    state = partials.state[None, index, None]
-    maximum, total = _merged(state, lane)
-    inverse = inverse_total(total)
+    lane, warp = thread % LANES, cute.arch.make_warp_uniform(thread // LANES)
+    head_row, in_head = divmod(index, sizes.by.rows)
+    batch, head_kv = divmod(head_row, sizes.by.heads_kv)
+    token, in_group = divmod(in_head, sizes.by.group)
+    head, columns = head_kv * sizes.group + in_group, width // LANES
+    room = SmemAllocator().allocate_tensor(Float32, cute.make_layout((width, WARPS)), 16)
+    state, rows = partials.state[None, index, None], partials.o[None, index, None]
+    parts = cute.make_rmem_tensor((columns, TOGETHER), Float32)
     sums = cute.make_rmem_tensor((columns,), Float32)
     sums.fill(0.0)
-    for s in cutlass.range(warp, sizes.splits, WARPS, unroll=TOGETHER):
-        share_total = state[s, 1]
-        weight = exp2(state[s, 0] - maximum) * share_total * inverse
+    top, total = Float32(NEG_INF), Float32(0.0)
+    cute.arch.griddepcontrol_wait()
+    for start in cutlass.range(0, sizes.splits, LANES, unroll=1):
+        for i in cutlass.range_constexpr(TOGETHER):
+            # of a share that is not there another's, with no weight
+            place = cutlass.min(start + warp + WARPS * i, sizes.splits - 1), lane * columns
+            vector = cute.domain_offset(place, rows).iterator.align(4 * (columns & -columns))
+            cute.autovec_copy(cute.make_tensor(vector, cute.make_layout(columns)), parts[None, i])
+        share, exists = cutlass.min(start + lane, sizes.splits - 1), start + lane < sizes.splits
+        maximum, share_total = state[share, 0], state[share, 1]
+        maximum = Float32(cutlass.select_(exists, maximum, Float32(NEG_INF)))
+        new_top = cute.arch.fmax(top, cute.arch.warp_reduction_max(maximum))
+        shift = finite_or_zero(new_top)
+        rescale = exp2(top - shift)
+        weight = exp2(maximum - shift) * Float32(cutlass.select_(exists, share_total, Float32(0.0)))
+        total = total * rescale + cute.arch.warp_reduction_sum(weight)
         for c in cutlass.range_constexpr(columns):
-            value = partials.o[s, index, c * 32 + lane]  # anything at all where the share saw no key
-            sums[c] = sums[c] + Float32(cutlass.select_(share_total != 0.0, weight * value, Float32(0.0)))
+            sums[c] = sums[c] * rescale
+        for i in cutlass.range_constexpr(TOGETHER):
+            mine = cute.arch.shuffle_sync(weight, warp + WARPS * i)
+            for c in cutlass.range_constexpr(columns):
+                # O of a share that saw no key was not written
+                sums[c] += Float32(cutlass.select_(mine != 0.0, mine * parts[c, i], Float32(0.0)))
+        top = new_top
     for c in cutlass.range_constexpr(columns):
-        room[c * 32 + lane, warp] = sums[c]
+        room[lane * columns + c, warp] = sums[c]
     cute.arch.sync_threads()
-    for column in cutlass.range(thread, out.shape[3], 32 * WARPS, unroll=1):
-        value = Float32(0.0)
-        for w in cutlass.range_constexpr(WARPS):
+    inverse = inverse_total(total)
+    for column in cutlass.range(thread, out.shape[3], LANES * WARPS, unroll=1):
+        value = room[column, 0]
+        for w in cutlass.range_constexpr(1, WARPS):
             value = value + room[column, w]
-        out[batch, token, head, column] = value.to(out.element_type)
+        out[batch, token, head, column] = (value * inverse).to(out.element_type)
     if cutlass.const_expr(lse is not None):
         row_of_lse = lse[batch, head, None]
         if thread == 0:
-            row_of_lse[token] = log_sum_exp(maximum, total, Float32(1.0))
+            row_of_lse[token] = log_sum_exp(finite_or_zero(top), total, Float32(1.0))
 
 
 def launch_merge(partials: Partials, out: cute.Tensor, lse: cute.Tensor | None, sizes: CacheSizes, width: int, stream):
     merge_kernel(partials, out, lse, sizes, width).launch(
-        grid=(sizes.batch * sizes.heads_kv * sizes.rows, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True
+        grid=(sizes.batch * sizes.heads_kv * sizes.rows, 1, 1),
+        block=(LANES * WARPS, 1, 1),
+        min_blocks_per_mp=1,  # else ptxas saves registers and asks for the outputs one after the other
+        stream=stream,
+        use_pdl=True,
     )

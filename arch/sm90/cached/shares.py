@@ -12,29 +12,52 @@ from cutlass import Int32, Int64
 from cute_flash.spec.plan import Plan
 
 
+class Divisors(NamedTuple):
+    """What indices are divided by, made ready on the host: a division in the kernel stands before its first load."""
+
+    heads_kv: cute.FastDivmodDivisorV2
+    group: cute.FastDivmodDivisorV2
+    rows: cute.FastDivmodDivisorV2
+    tiles: cute.FastDivmodDivisorV2
+    splits: cute.FastDivmodDivisorV2
+
+
 class CacheSizes(NamedTuple):
     """Of a call: what no kernel is compiled for."""
 
     batch: Int32
-    heads_q: Int32
     heads_kv: Int32
+    group: Int32
+    rows: Int32  # of a head of K: query tokens times heads of its group
+    tiles: Int32  # of these rows
     seqlen_q: Int32
     capacity: Int32  # keys that a row may have
     appended: Int32  # of a row, behind its length
     cache_rows: Int32  # or pages
     splits: Int32
     split_keys: Int32  # 0: equal shares
+    by: Divisors
     left: Int32 | None = None  # of a window
     right: Int32 | None = None
 
-    @property
-    def group(self) -> Int32:
-        return self.heads_q // self.heads_kv
 
-    @property
-    def rows(self) -> Int32:
-        """Of a head of K: query tokens times heads of its group."""
-        return self.seqlen_q * self.group
+def sizes_of(q: cute.Tensor, k: cute.Tensor, tile_m: int, **others) -> CacheSizes:
+    """On the host. `others`: the fields that the shapes of q and k do not tell."""
+    heads_kv, group = k.shape[2], q.shape[2] // k.shape[2]
+    rows = q.shape[1] * group
+    tiles = (rows + tile_m - 1) // tile_m
+    divisors = heads_kv, group, rows, tiles, others["splits"]
+    return CacheSizes(
+        batch=q.shape[0],
+        heads_kv=heads_kv,
+        group=group,
+        rows=rows,
+        tiles=tiles,
+        seqlen_q=q.shape[1],
+        cache_rows=k.shape[0],
+        by=Divisors(*(cute.fast_divmod_create_divisor_v2(Int32(each)) for each in divisors)),
+        **others,
+    )
 
 
 class Share(NamedTuple):
@@ -59,11 +82,12 @@ class Rows(NamedTuple):
 
 def rows_of(share: Share, sizes: CacheSizes, first: Int32) -> Rows:
     """`first`: the thread's row 0 of the tile; row 1 is 8 below."""
-    group, index = sizes.group, [share.row_start + first + 8 * r for r in range(2)]
+    index = [share.row_start + first + 8 * r for r in range(2)]
+    places = [divmod(i, sizes.by.group) for i in index]
     return Rows(
         exist=tuple(Int32(i < sizes.rows) for i in index),
-        token=tuple(i // group for i in index),
-        head=tuple(share.head * group + i % group for i in index),
+        token=tuple(token for token, _ in places),
+        head=tuple(share.head * sizes.group + head for _, head in places),
     )
 
 
@@ -80,25 +104,21 @@ class Shares:
     def __init__(self, plan: Plan):
         self.tile, self.mask = plan.tile, plan.mask
 
-    def tiles(self, sizes: CacheSizes) -> Int32:
-        return (sizes.rows + self.tile.tile_m - 1) // self.tile.tile_m
-
     def count(self, sizes: CacheSizes) -> Int32:
-        return sizes.batch * sizes.splits * self.tiles(sizes) * sizes.heads_kv
+        return sizes.batch * sizes.splits * sizes.tiles * sizes.heads_kv
 
     @cute.jit
     def share(self, index: Int32, seqlens: cute.Tensor, sizes: CacheSizes) -> Share:
         """Heads next to each other: what one reads of a key lies beside what the next does."""
         tile_m, tile_n, mask = self.tile.tile_m, self.tile.tile_n, self.mask
-        head, rest = index % sizes.heads_kv, index // sizes.heads_kv
-        tiles = self.tiles(sizes)
-        m_block, rest = rest % tiles, rest // tiles
-        split, batch = rest % sizes.splits, rest // sizes.splits
+        rest, head = divmod(index, sizes.by.heads_kv)
+        rest, m_block = divmod(rest, sizes.by.tiles)
+        batch, split = divmod(rest, sizes.by.splits)
         row_start = m_block * tile_m
         _, seqlen_k = length_of(seqlens, batch, sizes)
-        group, diagonal = sizes.group, seqlen_k - sizes.seqlen_q
-        first_diagonal = row_start // group + diagonal
-        last_diagonal = (cutlass.min(row_start + tile_m, sizes.rows) - 1) // group + diagonal
+        diagonal = seqlen_k - sizes.seqlen_q
+        first_diagonal = row_start // sizes.by.group + diagonal
+        last_diagonal = (cutlass.min(row_start + tile_m, sizes.rows) - 1) // sizes.by.group + diagonal
         begin, end, whole_first, whole_last = Int32(0), seqlen_k, Int32(0), seqlen_k // tile_n
         if cutlass.const_expr(mask.right):
             reach = Int32(1) if cutlass.const_expr(mask.causal) else sizes.right + 1
@@ -110,7 +130,7 @@ class Shares:
         last = (end + tile_n - 1) // tile_n
         run, start = sizes.split_keys // tile_n, Int32(0)
         if sizes.split_keys == 0:
-            run, start = (cutlass.max(last - begin, 0) + sizes.splits - 1) // sizes.splits, begin
+            run, start = (cutlass.max(last - begin, 0) + sizes.splits - 1) // sizes.by.splits, begin
         start += split * run
         first, last = cutlass.max(start, begin), cutlass.min(start + run, last)
         return Share(batch, head, split, row_start, seqlen_k, first, cutlass.max(first, last), whole_first, whole_last)

@@ -76,19 +76,16 @@ class Walk:
         """q (batch, seqlen_q, heads_q, head_dim): the thread's pairs of columns, 0 where there is no row or column."""
         words = cute.make_tensor(cute.recast_ptr(frags.q.iterator, dtype=Int32), cute.make_layout(self.width_qk // 4))
         words.fill(0)
-        head_dim = q.shape[3]
         for r in cutlass.range_constexpr(2):
             if rows.exist[r] != 0:
                 start = cute.domain_offset((share.batch, rows.token[r], rows.head[r], first_column(thread)), q).iterator
                 pairs = cute.make_tensor(
                     cute.recast_ptr(start.align(4), dtype=Int32), cute.make_layout(self.width_qk // 2)
                 )
+                whole = q.shape[3] == self.width_qk
                 for eight in cutlass.range_constexpr(self.width_qk // 8):
-                    # clamped and not skipped, so that all loads are in flight together
-                    word = pairs[cutlass.min(4 * eight, head_dim // 2 - 4)]
-                    words[4 * (eight // 2) + 2 * (eight % 2) + r] = Int32(
-                        cutlass.select_(8 * eight < head_dim, word, Int32(0))
-                    )
+                    if whole | (8 * eight < q.shape[3]):
+                        words[4 * (eight // 2) + 2 * (eight % 2) + r] = pairs[4 * eight]
 
     def limits(self, share: Share, rows: Rows, sizes: CacheSizes) -> tuple:
         """((low, low), (high, high)) of both rows."""
