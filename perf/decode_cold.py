@@ -6,8 +6,6 @@ import statistics
 
 import torch
 
-import cute_flash
-
 from .decode import Operands
 from .serving import _Captured
 
@@ -37,31 +35,21 @@ def main() -> int:
     def cold():
         flush.zero_()
 
-    print(
-        f"one tiny kernel: {_median(empty.graph.replay, settle):.1f} us, flushed {_median(empty.graph.replay, cold):.1f}"
-    )
-    for point, all_splits in (
-        ("1x64", (1, 2)),
-        ("1x128", (1, 2)),
-        ("1x1024", (1, 4, 8, 16)),
-        ("1x8192", (16, 32)),
-        ("4x8192", (8,)),
-    ):
+    floor = [_median(empty.graph.replay, before) for before in (settle, cold)]
+    print(f"one tiny kernel: {floor[0]:.1f} us, flushed {floor[1]:.1f}")
+    points = (("1x64", (1, 2)), ("1x128", (1, 2)), ("1x1024", (1, 4, 8, 16)), ("1x8192", (16, 32)), ("4x8192", (8,)))
+    for point, backend, splits in [(p, b, n) for p, counts in points for b in ("sm90", "triton") for n in counts]:
         batch, seqlen = (int(part) for part in point.split("x"))
-        for backend in ("sm90", "triton"):
-            for splits in all_splits:
-                here, there = Operands(batch, seqlen), Operands(batch, seqlen)
-                ours, other = (_Captured(x.ours(num_splits=splits, backend=backend)) for x in (here, there))
+        here, there = Operands(batch, seqlen), Operands(batch, seqlen)
+        ours, other = (_Captured(x.ours(num_splits=splits, backend=backend)) for x in (here, there))
 
-                def cold_data():
-                    flush.zero_()
-                    other.graph.replay()
+        def cold_data(other=other):
+            flush.zero_()
+            other.graph.replay()
 
-                times = [_median(ours.graph.replay, before) for before in (cold, cold_data, settle)]
-                print(
-                    f"{point} {backend} splits={splits}: cold {times[0]:.1f}, code warm {times[1]:.1f}, all warm {times[2]:.1f} us",
-                    flush=True,
-                )
+        times = [_median(ours.graph.replay, before) for before in (cold, cold_data, settle)]
+        rest = f"code warm {times[1]:.1f}, all warm {times[2]:.1f} us"
+        print(f"{point} {backend} splits={splits}: cold {times[0]:.1f}, {rest}", flush=True)
     return 0
 
 
