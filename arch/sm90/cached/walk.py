@@ -1,6 +1,7 @@
-"""The MMA warpgroup's way through its share: scores of a tile, softmax, O += P V, one after the other.
+"""The MMA warpgroup's way through its share of the keys.
 
-Nothing overlaps inside a CTA: memory is what the kernel waits for, and two CTAs share an SM.
+Memory is what the kernel waits for, and two CTAs share an SM: so one warpgroup, and no more overlap than P V of a tile
+under the softmax of the next.
 """
 
 from typing import NamedTuple
@@ -102,26 +103,41 @@ class Walk:
 
     @cute.jit
     def run(self, context: WalkContext, share: Share):
+        """P V of a tile runs under the softmax of the next one. Afterwards O is divided by the row sums."""
         frags, pipes, state = context.frags, context.pipes, context.state
-        tile_n = self.tile.tile_n
         frags.o.fill(0.0)
         reset(state)
-        ring = pipelines.make_pipeline_state(pipelines.PipelineUserType.Consumer, self.tile.stages)
-        for tile in cutlass.range(share.first, share.last, unroll=1):
-            wait_full(pipes.k, ring)
-            issue_scores(self.mmas, frags, 0, ring.index)
+        k_ring, v_ring = (
+            pipelines.make_pipeline_state(pipelines.PipelineUserType.Consumer, self.tile.stages) for _ in range(2)
+        )
+        if share.first < share.last:
+            wait_full(pipes.k, k_ring)
+            issue_scores(self.mmas, frags, 0, k_ring.index)
             warpgroup.wait_group(0)
-            pipes.k.consumer_release(ring)
-            self.probabilities(context, share, tile)
+            pipes.k.consumer_release(k_ring)
+            k_ring.advance()
+            self.probabilities(context, share, share.first)
             pack_fragment(frags.s, frags.p_packed, self.dtype)
-            rescale_if_any(frags.o, state)
-            wait_full(pipes.v, ring)
-            if (tile + 1) * tile_n > share.seqlen_k:
-                self.zero_rows(context, ring.index, share.seqlen_k - tile * tile_n)
-            issue_output(self.mmas, frags, ring.index)
+            for tile in cutlass.range(share.first + 1, share.last, unroll=1):
+                wait_full(pipes.k, k_ring)
+                issue_scores(self.mmas, frags, 0, k_ring.index)
+                wait_full(pipes.v, v_ring)
+                issue_output(self.mmas, frags, v_ring.index)
+                warpgroup.wait_group(1)
+                pipes.k.consumer_release(k_ring)
+                self.probabilities(context, share, tile)
+                warpgroup.wait_group(0)
+                pipes.v.consumer_release(v_ring)
+                pack_fragment(frags.s, frags.p_packed, self.dtype)
+                rescale_if_any(frags.o, state)
+                k_ring.advance()
+                v_ring.advance()
+            wait_full(pipes.v, v_ring)
+            keys = share.seqlen_k - (share.last - 1) * self.tile.tile_n
+            if keys < self.tile.tile_n:
+                self.zero_rows(context, v_ring.index, keys)
+            issue_output(self.mmas, frags, v_ring.index)
             warpgroup.wait_group(0)
-            pipes.v.consumer_release(ring)
-            ring.advance()
         finish(frags.o, state)
 
     @cute.jit
