@@ -10,7 +10,7 @@ from cute_flash.spec.problem import BACKWARD, CACHE, FORWARD, Problem
 from cute_flash.spec.scratch import ScratchRule
 
 from . import support, tiles
-from .cached.tiles import cache_tile, ctas_per_sm
+from .cached.tiles import cache_tile
 
 ARCH = "sm_90a"
 
@@ -69,7 +69,6 @@ class Sm90Backend:
             page_size=problem.page_size,
             chosen=problem.chosen,
             appends=problem.appends,
-            ctas=problem.device.sm_count * ctas_per_sm(tile, forward.head_dim, forward.head_dim_v),
             draws=False,
             tile=tile,
         )

@@ -18,12 +18,12 @@ from ..common.numeric import LOG2_E
 from ..common.rowstate import make_row_state
 from .cached.append import launch_append
 from .cached.epilogue import store_lse, store_rows, store_share
-from .cached.load import Loads, Pages, box_copy, boxes_of, load_dense, load_paged
+from .cached.load import Loads, Pages, box_copy, boxes_of, load_dense, load_paged, touch_line
 from .cached.memory import CacheLayouts, box_layout, cache_layouts, cache_storage
 from .cached.merge import launch_merge
 from .cached.operands import compile_cache
 from .cached.pipeline import MMA_WARPS, THREADS, open_rings
-from .cached.shares import CacheSizes, Share, Shares, partials_of, rows_of, sizes_of
+from .cached.shares import CacheSizes, Place, Share, Shares, partials_of, rows_of, sizes_of
 from .cached.walk import Walk, WalkContext
 from .load import TmaSource
 from .mma import first_row
@@ -43,6 +43,7 @@ class DecodeSm90:
         self.tile, self.dtype, self.softcap, self.page_size = plan.tile, dtype, plan.softcap, plan.page_size
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.appends = plan.appends
+        self.touches, self.streams = "touch" in plan.variant, "keep" not in plan.variant
         self.boxes = boxes_of(plan.page_size, plan.tile.tile_n)
         self.shares, self.walk = Shares(plan), Walk(plan, dtype)
 
@@ -104,17 +105,20 @@ class DecodeSm90:
         scale_log2, cap_factor = scale * LOG2_E, None
         if cutlass.const_expr(self.softcap):
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
-        self.kernel(sources, q, tables, (out, lse, memory), (scale_log2, cap_factor), sizes, layouts).launch(
+        results, factors = (out, lse, memory), (scale_log2, cap_factor)
+        self.kernel(sources, (q, k, v), tables, results, factors, sizes, layouts).launch(
             grid=(self.shares.count(sizes), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.appends
         )
         if splits > 1:
-            launch_merge(partials_of(memory, sizes, self.width_v), out, lse, sizes, self.width_v, stream)
+            launch_merge(
+                partials_of(memory, sizes, self.width_v), out, lse, sizes, (self.width_v, self.touches), stream
+            )
 
     @cute.kernel
     def kernel(
         self,
         sources: CacheSources,
-        q: cute.Tensor,
+        tensors: tuple,  # (q, k, v)
         tables: tuple,
         results: tuple,  # (out, lse, memory)
         factors: tuple,  # (scale_log2, cap_factor)
@@ -125,10 +129,14 @@ class DecodeSm90:
         cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        place = self.shares.place(cute.arch.block_idx()[0], sizes)
+        length = tables[0][place.batch]  # on its way until share() looks at it
         if warp == MMA_WARPS:
             for source in (sources.k, sources.v):
                 cpasync.prefetch_descriptor(source.atom)
-        share = self.shares.share(cute.arch.block_idx()[0], tables[0], sizes)  # the length is on its way meanwhile
+            if cutlass.const_expr(self.touches):
+                self.touch(place, tensors, tables, results, sizes)
+        share = self.shares.share(place, length, sizes)
         storage = SmemAllocator().allocate(cache_storage(layouts, self.tile.stages, self.dtype))
         s_k = storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner)
         s_v = storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner)
@@ -138,7 +146,31 @@ class DecodeSm90:
         if warp == MMA_WARPS:
             self.load_role(pipes, sources, (s_k, s_v), tables, share, sizes)
         else:
-            self.mma_role(pipes, q, (s_k, s_v), results, factors, share, sizes, thread)
+            self.mma_role(pipes, tensors[0], (s_k, s_v), results, factors, share, sizes, thread)
+
+    @cute.jit
+    def touch(self, place: Place, tensors: tuple, tables: tuple, results: tuple, sizes: CacheSizes):
+        """A line each of what the CTA will read and write, by the load warp while its length is still on the way: their
+        pages are looked up side by side, and not one after the other. Where the keys lie is a guess: that the row's
+        cache is full."""
+        lines = []
+        if cutlass.const_expr(self.page_size == 0):
+            key = cutlass.min(self.shares.guess(place, sizes), sizes.capacity - 1)
+            row = cutlass.min(place.batch, sizes.cache_rows - 1)
+            lines += [cute.domain_offset((row, key, place.head, 0), x) for x in tensors[1:]]
+        else:
+            page = cutlass.min(self.shares.guess(place, sizes) // self.page_size, tables[1].shape[1] - 1)
+            lines.append(cute.domain_offset((place.batch, page), tables[1]))
+        out, _, memory = results
+        if sizes.splits == 1:
+            touch_line(cute.domain_offset((place.batch, 0, place.head * sizes.group, 0), out))
+        else:
+            partials = partials_of(memory, sizes, self.width_v)
+            first = (place.batch * sizes.heads_kv + place.head) * sizes.rows
+            touch_line(cute.domain_offset((place.split, first, 0), partials.o))
+            touch_line(cute.domain_offset((place.split, first, 0), partials.state))
+        for line in lines:
+            touch_line(line)
 
     @cute.jit
     def load_role(
@@ -152,12 +184,12 @@ class DecodeSm90:
         )
         if cutlass.const_expr(self.page_size > 0):
             pages = Pages(page_table[share.batch, None], sizes.cache_rows)
-            load_paged(pipes, loads, tiles, pages, self.boxes, self.tile.stages)
+            load_paged(pipes, loads, tiles, pages, self.boxes, (self.tile.stages, self.streams))
         else:
             row = share.batch
             if cutlass.const_expr(batch_idx is not None):
                 row = cutlass.min(cutlass.max(batch_idx[share.batch], 0), sizes.cache_rows - 1)
-            load_dense(pipes, loads, tiles, row, self.tile.stages)
+            load_dense(pipes, loads, tiles, row, (self.tile.stages, self.streams))
 
     @cute.jit
     def mma_role(

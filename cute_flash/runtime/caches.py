@@ -9,7 +9,7 @@ import torch
 from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.problem import CACHE, FEW, Problem
-from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits
+from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
 from . import dispatch, launch, report, request
 from .dispatch import Decision
 from .request import ROW_BYTES, Options, alignment_faults
@@ -221,7 +221,7 @@ class CacheCall:
     """One kind of call, ready."""
 
     __slots__ = (
-        "_aligns", "_allocate", "_heads_kv", "_kernel", "_options", "_rows", "_scratch", "_sm_count", "_tile_m",
+        "_aligns", "_allocate", "_heads_kv", "_kernel", "_options", "_rows", "_scratch", "_sharing", "_tile_m",
         "scale",
     )  # fmt: skip
 
@@ -230,9 +230,10 @@ class CacheCall:
         decision, self._kernel = launch.ready(problem, options.backend, q.device)
         site = launch.site_of(q.device, q.dtype, decision)
         self._allocate = launch.outputs_of(site, problem.head_dim_v, options.return_lse)
-        self._heads_kv, self._rows, self._sm_count = problem.heads_kv, problem.group, problem.device.sm_count
+        self._heads_kv, self._rows = problem.heads_kv, problem.group
         assert decision.plan.tile is not None  # every backend with caches has tiles
         self._tile_m, self._options = decision.plan.tile.tile_m, options
+        self._sharing = sharing_of(decision.plan, problem.device.sm_count)
         self._aligns = decision.backend.row_alignment > 0
         self._scratch = decision.backend.scratch(decision.plan)
         self.scale = request.default_scale(problem.head_dim)
@@ -246,7 +247,7 @@ class CacheCall:
             split_keys, num_splits = INVARIANT_SPLIT_KEYS, -(-capacity // INVARIANT_SPLIT_KEYS)
         elif num_splits is None:
             query_tiles = batch * self._heads_kv * -(-seqlen_q * self._rows // self._tile_m)
-            num_splits = cache_splits(query_tiles, capacity, self._sm_count)
+            num_splits = cache_splits(query_tiles, capacity, *self._sharing)
         splits = max(1, num_splits)
         out, lse = outputs = self._allocate(q, batch, seqlen_q)
         k, v, *tables = cache if cache.appends else cache._replace(k_new=None, v_new=None)

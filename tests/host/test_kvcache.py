@@ -296,11 +296,12 @@ def test_warm_calls_of_any_batch_and_length_describe_nothing(monkeypatch):
 
 
 def test_split_counts():
-    """Two programs a multiprocessor, none with fewer keys than worth it, from sizes on the host alone."""
-    assert cache_splits(8, 128 * CACHE_SPLIT_KEYS, 132) == 33
-    assert cache_splits(8, 4 * CACHE_SPLIT_KEYS, 132) == 4
-    assert cache_splits(1000, 1 << 20, 132) == 1
-    assert cache_splits(8, 1, 132) == 1
+    """As many programs as fill the GPU, none with fewer keys than worth it, from sizes on the host alone."""
+    assert cache_splits(8, 128 * CACHE_SPLIT_KEYS, 264) == 33
+    assert cache_splits(8, 4 * CACHE_SPLIT_KEYS, 264) == 4
+    assert cache_splits(8, 1024, 132, 128) == 8
+    assert cache_splits(1000, 1 << 20, 264) == 1
+    assert cache_splits(8, 1, 264) == 1
     assert cache_splits(8, 1 << 20, 0) == 1
 
 

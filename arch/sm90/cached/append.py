@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .shares import CacheSizes, length_of
+from .shares import CacheSizes, lengths_of
 
 THREADS = 128
 VECTOR = 8  # 16-bit elements in 16 bytes
@@ -21,7 +21,7 @@ def append_kernel(new: tuple, caches: tuple, tables: tuple, sizes: CacheSizes, p
     head, rest = rest % sizes.heads_kv, rest // sizes.heads_kv
     key, batch = rest % sizes.appended, rest // sizes.appended
     if batch < sizes.batch:
-        before, _ = length_of(seqlens, batch, sizes)
+        before, _ = lengths_of(seqlens[batch], sizes)
         position = before + key
         if position < sizes.capacity:
             page = batch

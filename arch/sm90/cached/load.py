@@ -9,7 +9,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipelines
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..load import TileCopy, TmaSource
@@ -62,14 +62,16 @@ def read_pages(pages: Pages, first: Int32) -> Int32:
 
 
 @cute.jit
-def load_dense(pipes: KeyPipelines, loads: Loads, tiles: tuple, cache_row: Int32, stages: cutlass.Constexpr[int]):
+def load_dense(pipes: KeyPipelines, loads: Loads, tiles: tuple, cache_row: Int32, how: cutlass.Constexpr):
     """`tiles`: [first, last)."""
     first, last = tiles
+    stages, streams = how
+    policy = read_once() if cutlass.const_expr(streams) else Int64(0x1000000000000000)
     state = pipelines.make_pipeline_state(pipelines.PipelineUserType.Producer, stages)
     for tile in cutlass.range(first, last, unroll=1):
         for pipe, copy, place in ((pipes.k, loads.k, (0, 0)), (pipes.v, loads.v, (0, 0))):
             pipe.producer_acquire(state)
-            _copy_box(pipe, state, copy, (tile, cache_row), place)
+            _copy_box(pipe, state, copy, (tile, cache_row), place, policy)
         state.advance()
 
 
@@ -80,7 +82,7 @@ def load_paged(
     tiles: tuple,
     pages: Pages,
     boxes: cutlass.Constexpr,
-    stages: cutlass.Constexpr[int],
+    how: cutlass.Constexpr,
 ):
     """The table is read 32 pages (64 where a tile has so many) at a time, one such chunk ahead."""
     first, last = tiles
@@ -90,6 +92,8 @@ def load_paged(
     chunk = first // chunk_tiles
     now = [read_pages(pages, chunk * chunk_pages + LANES * i) for i in range(registers)]
     ahead = [read_pages(pages, (chunk + 1) * chunk_pages + LANES * i) for i in range(registers)]
+    stages, streams = how
+    policy = read_once() if cutlass.const_expr(streams) else Int64(0x1000000000000000)
     state = pipelines.make_pipeline_state(pipelines.PipelineUserType.Producer, stages)
     for tile in cutlass.range(first, last, unroll=1):
         if tile // chunk_tiles != chunk:
@@ -103,14 +107,26 @@ def load_paged(
             pipe.producer_acquire(state)
             for i in cutlass.range_constexpr(boxes.per_tile):
                 page = cute.arch.shuffle_sync(now[i // LANES], (entry + i) % LANES)
-                _copy_box(pipe, state, copy, (block, page), (i, 0) if keys_first else (0, i))
+                _copy_box(pipe, state, copy, (block, page), (i, 0) if keys_first else (0, i), policy)
         state.advance()
 
 
-def _copy_box(pipe, state, copy: TileCopy, source: tuple, place: tuple):
+def _copy_box(pipe, state, copy: TileCopy, source: tuple, place: tuple, policy: Int64):
     cute.copy(
         copy.atom,
         copy.source[(None, *source)],
         copy.target[None, (*place, state.index)],
         tma_bar_ptr=pipe.producer_get_barrier(state),
+        cache_policy=policy,
     )
+
+
+def read_once() -> Int64:
+    """The L2 policy of what nobody reads again: it makes room for itself, and pushes out neither the weights of a model
+    nor lines that would have to be written back first."""
+    return cute.arch.inline_ptx("createpolicy.fractional.L2::evict_first.b64 {$w0};", write_only_types=[Int64])
+
+
+def touch_line(tensor: cute.Tensor):
+    """The line of its first element into L2, and the page's address into the tables on the way."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[tensor.iterator.toint()])

@@ -60,6 +60,15 @@ def sizes_of(q: cute.Tensor, k: cute.Tensor, tile_m: int, **others) -> CacheSize
     )
 
 
+class Place(NamedTuple):
+    """Of a CTA, before lengths are known."""
+
+    batch: Int32
+    split: Int32
+    m_block: Int32
+    head: Int32  # of K and V
+
+
 class Share(NamedTuple):
     batch: Int32
     head: Int32  # of K and V
@@ -91,10 +100,9 @@ def rows_of(share: Share, sizes: CacheSizes, first: Int32) -> Rows:
     )
 
 
-@cute.jit
-def length_of(seqlens: cute.Tensor, batch: Int32, sizes: CacheSizes) -> tuple[Int32, Int32]:
+def lengths_of(given: Int32, sizes: CacheSizes) -> tuple[Int32, Int32]:
     """(keys in the cache before what is appended, with it); no value, however wild, leads out of the cache."""
-    before = cutlass.min(cutlass.max(seqlens[batch], 0), sizes.capacity)
+    before = cutlass.min(cutlass.max(given, 0), sizes.capacity)
     return before, cutlass.min(before + sizes.appended, sizes.capacity)
 
 
@@ -107,15 +115,26 @@ class Shares:
     def count(self, sizes: CacheSizes) -> Int32:
         return sizes.batch * sizes.splits * sizes.tiles * sizes.heads_kv
 
-    @cute.jit
-    def share(self, index: Int32, seqlens: cute.Tensor, sizes: CacheSizes) -> Share:
+    def place(self, index: Int32, sizes: CacheSizes) -> Place:
         """Heads next to each other: what one reads of a key lies beside what the next does."""
-        tile_m, tile_n, mask = self.tile.tile_m, self.tile.tile_n, self.mask
         rest, head = divmod(index, sizes.by.heads_kv)
         rest, m_block = divmod(rest, sizes.by.tiles)
         batch, split = divmod(rest, sizes.by.splits)
+        return Place(batch, split, m_block, head)
+
+    def guess(self, place: Place, sizes: CacheSizes) -> Int32:
+        """The share's first key, if the row's cache is full and there is no window."""
+        tiles = (sizes.capacity + self.tile.tile_n - 1) // self.tile.tile_n
+        equal = (tiles + sizes.splits - 1) // sizes.by.splits * self.tile.tile_n
+        return place.split * Int32(cutlass.select_(sizes.split_keys == 0, equal, sizes.split_keys))
+
+    @cute.jit
+    def share(self, place: Place, given: Int32, sizes: CacheSizes) -> Share:
+        """`given`: the row's length as cache_seqlens has it."""
+        tile_m, tile_n, mask = self.tile.tile_m, self.tile.tile_n, self.mask
+        batch, split, m_block, head = place
         row_start = m_block * tile_m
-        _, seqlen_k = length_of(seqlens, batch, sizes)
+        _, seqlen_k = lengths_of(given, sizes)
         diagonal = seqlen_k - sizes.seqlen_q
         first_diagonal = row_start // sizes.by.group + diagonal
         last_diagonal = (cutlass.min(row_start + tile_m, sizes.rows) - 1) // sizes.by.group + diagonal
