@@ -221,8 +221,8 @@ class CacheCall:
     """One kind of call, ready."""
 
     __slots__ = (
-        "_aligns", "_allocate", "_heads_kv", "_kernel", "_options", "_rows", "_scratch", "_sharing", "_tile_m",
-        "scale",
+        "_aligns", "_allocate", "_heads_kv", "_kernel", "_nothing", "_options", "_rows", "_scratch", "_sharing",
+        "_tile_m", "scale",
     )  # fmt: skip
 
     def __init__(self, q: torch.Tensor, cache: Cache, options: Options) -> None:
@@ -236,6 +236,7 @@ class CacheCall:
         self._sharing = sharing_of(decision.plan, problem.device.sm_count)
         self._aligns = decision.backend.row_alignment > 0
         self._scratch = decision.backend.scratch(decision.plan)
+        self._nothing = q.new_empty(0, dtype=torch.float32)
         self.scale = request.default_scale(problem.head_dim)
 
     def __call__(
@@ -250,17 +251,23 @@ class CacheCall:
             num_splits = cache_splits(query_tiles, capacity, *self._sharing)
         splits = max(1, num_splits)
         out, lse = outputs = self._allocate(q, batch, seqlen_q)
-        k, v, *tables = cache if cache.appends else cache._replace(k_new=None, v_new=None)
+        k, v, *tables = cache
+        appends = cache.appends
+        if not appends:
+            tables[-2:] = None, None  # none of new keys is None
         operands = (q, k, v, out, lse, *tables, splits, split_keys, *numbers)
         if self._scratch is not None:
-            elements = splits * self._scratch.elements(batch, q.shape[2], seqlen_q) if splits > 1 else 0
-            operands += (torch.empty(elements, dtype=torch.float32, device=q.device),)
+            memory = self._nothing
+            if splits > 1:
+                elements = splits * self._scratch.elements(batch, q.shape[2], seqlen_q)
+                memory = torch.empty(elements, dtype=torch.float32, device=q.device)
+            operands += (memory,)
         try:
             self._kernel(*operands)
         except ValueError as objection:
             mended, call = self._mended(objection, q, cache)
             return call(*mended, numbers, num_splits, batch_invariant)
-        if cache.appends:
+        if appends:
             written = [x for x in (k, v) if not x.is_inference()]
             torch.autograd.graph.increment_version(written)  # whoever saved a cache for its backward is told
         return outputs

@@ -8,7 +8,7 @@ import torch
 import cute_flash
 from cute_flash import UnsupportedError, attention_kvcache, kvcache
 from cute_flash.runtime import caches, request
-from cute_flash.spec.splits import CACHE_SPLIT_KEYS, INVARIANT_SPLIT_KEYS, cache_splits
+from cute_flash.spec.splits import CACHE_SPLIT_KEYS, INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
 from tests import oracle
 from tests.cached import CacheCase, cases, exact, make_inputs
 
@@ -303,6 +303,13 @@ def test_split_counts():
     assert cache_splits(1000, 1 << 20, 264) == 1
     assert cache_splits(8, 1, 264) == 1
     assert cache_splits(8, 1 << 20, 0) == 1
+    inputs = make_inputs(CacheCase((5, 7), dtype="bfloat16"))
+    plans = {
+        name: cute_flash.explain(*inputs.qkv, **inputs.tables, arch="9.0", backend=name).plan
+        for name in ("sm90", "triton")
+    }
+    assert sharing_of(plans["sm90"], 132) == (132, 128)
+    assert sharing_of(plans["triton"], 132) == (264, CACHE_SPLIT_KEYS)
 
 
 @pytest.mark.parametrize(
