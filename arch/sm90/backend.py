@@ -10,7 +10,7 @@ from cute_flash.spec.problem import BACKWARD, CACHE, FORWARD, Problem
 from cute_flash.spec.scratch import ScratchRule
 
 from . import support, tiles
-from .cached.tiles import cache_tile
+from .cached.tiles import cache_tile, width_v
 
 ARCH = "sm_90a"
 
@@ -62,9 +62,10 @@ class Sm90Backend:
         )
 
     def _cache_plan(self, forward: Plan, problem: Problem) -> Plan:
-        tile = cache_tile(problem.head_dim, problem.head_dim_v)
+        tile = cache_tile(problem.head_dim, problem.head_dim_v, problem.few_rows)
         return replace(
             forward,
+            head_dim_v=width_v(problem.head_dim_v),
             form=CACHE,
             page_size=problem.page_size,
             chosen=problem.chosen,

@@ -15,7 +15,6 @@ from cutlass.memory import SmemAllocator
 from cute_flash.spec.plan import Plan
 
 from ..common.numeric import LOG2_E
-from ..common.rowstate import make_row_state
 from .cached.append import launch_append
 from .cached.epilogue import store_lse, store_rows, store_share
 from .cached.load import Loads, Pages, box_copy, boxes_of, load_dense, load_paged, touch_line
@@ -23,10 +22,9 @@ from .cached.memory import CacheLayouts, box_layout, cache_layouts, cache_storag
 from .cached.merge import launch_merge
 from .cached.operands import compile_cache
 from .cached.pipeline import MMA_WARPS, THREADS, open_rings
-from .cached.shares import CacheSizes, Place, Share, Shares, partials_of, rows_of, sizes_of
-from .cached.walk import Walk, WalkContext
+from .cached.shares import CacheSizes, Place, Share, Shares, columns_of, partials_of, sizes_of
+from .cached.walk import Room, Walk, WalkContext, first_key, output_view
 from .load import TmaSource
-from .mma import first_row
 
 
 class CacheSources(NamedTuple):
@@ -137,16 +135,21 @@ class DecodeSm90:
             if cutlass.const_expr(self.touches):
                 self.touch(place, tensors, tables, results, sizes)
         share = self.shares.share(place, length, sizes)
-        storage = SmemAllocator().allocate(cache_storage(layouts, self.tile.stages, self.dtype))
-        s_k = storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner)
-        s_v = storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner)
-        pipes = open_rings(storage, layouts, self.tile.stages, self.dtype)
+        storage = SmemAllocator().allocate(cache_storage(layouts, self.tile, self.dtype))
+        s_q, s_p, s_k, s_v = (
+            part.get_tensor(layout.outer, swizzle=layout.inner)
+            for part, layout in zip((storage.q, storage.p, storage.k, storage.v), layouts, strict=True)
+        )
+        stats = storage.stats.get_tensor(cute.make_layout((self.tile.tile_m, MMA_WARPS)))
+        pipes = open_rings(storage, (layouts.k, layouts.v), self.tile.stages, self.dtype)
         if cutlass.const_expr(self.appends):
             cute.arch.griddepcontrol_wait()
         if warp == MMA_WARPS:
             self.load_role(pipes, sources, (s_k, s_v), tables, share, sizes)
         else:
-            self.mma_role(pipes, tensors[0], (s_k, s_v), results, factors, share, sizes, thread)
+            room = Room(s_q[None, None, 0], s_p[None, None, 0], stats, s_v)
+            frags = self.walk.open(s_q, s_p, s_k, s_v)
+            self.mma_role((pipes, frags, room), tensors[0], results, factors, share, sizes, thread)
 
     @cute.jit
     def touch(self, place: Place, tensors: tuple, tables: tuple, results: tuple, sizes: CacheSizes):
@@ -194,9 +197,8 @@ class DecodeSm90:
     @cute.jit
     def mma_role(
         self,
-        pipes: tuple,
+        opened: tuple,  # (pipes, frags, room)
         q: cute.Tensor,
-        smem: tuple,
         results: tuple,
         factors: tuple,
         share: Share,
@@ -204,26 +206,28 @@ class DecodeSm90:
         thread: Int32,
     ):
         out, lse, memory = results
-        frags, rows = self.walk.open(*smem), rows_of(share, sizes, first_row(thread))
-        self.walk.read_q(q, frags, share, rows, thread)
+        pipes, frags, room = opened
+        columns, state = columns_of(share, sizes, thread, self.tile.tile_m), self.walk.state()
+        self.walk.read_q(q, room.q, share, sizes, thread)
         context = WalkContext(
             pipes=pipes,
             frags=frags,
-            s_v=smem[1],
-            state=make_row_state(2),
+            room=room,
+            state=state,
             scale_log2=factors[0],
             cap_factor=factors[1],
             thread=thread,
-            limits=self.walk.limits(share, rows, sizes),
+            limits=self.walk.limits(share, columns, sizes),
         )
         self.walk.run(context, share)
+        view, first, writes = output_view(frags.o), first_key(thread), Int32(thread < 4)
         if sizes.splits == 1:
-            store_rows(frags.o, out, share, rows, thread)
+            store_rows(view, out, share, columns, first)
             if cutlass.const_expr(lse is not None):
-                store_lse(lse, context.state, share, rows, thread, factors[0])
+                store_lse(lse, state, share, columns, writes, factors[0])
         else:
             partials = partials_of(memory, sizes, self.width_v)
-            store_share(frags.o, partials, context.state, share, rows, sizes, thread, factors[0])
+            store_share(view, partials, state, share, columns, sizes, (first, writes), factors[0])
 
 
 class BoundedDecodeSm90(DecodeSm90):

@@ -8,7 +8,7 @@ import torch
 
 from ..spec.device import Device
 from ..spec.errors import UnsupportedError
-from ..spec.problem import CACHE, FEW, Problem
+from ..spec.problem import CACHE, CACHE_FEW, Problem
 from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
 from . import dispatch, launch, report, request
 from .dispatch import Decision
@@ -186,7 +186,7 @@ def _faults(name: str, cache: torch.Tensor) -> tuple[str, ...]:
 def describe(q: torch.Tensor, cache: Cache, options: Options, device: Device | None = None) -> Problem:
     problem = request.describe(q, cache.k, cache.v, options, device)
     rows = q.shape[1] * problem.group
-    few_rows = next((few for few in FEW if rows <= few), 0)
+    few_rows = next((few for few in CACHE_FEW if rows <= few), 0)
     return replace(
         problem,
         form=CACHE,

@@ -9,7 +9,9 @@ FORWARD, BACKWARD = "forward", "backward"
 SHORT_KEYS = 1024  # up to here a forward counts as short
 # How sequences lie in the operands, see backend.py.
 DENSE, PACKED, CACHE = "dense", "packed", "cache"
-FEW = (16, 32, 64)  # what the longest of packed sequences is rounded up to where it is that short, or a cache's queries
+FEW = (16, 32, 64)  # what the longest of packed sequences is rounded up to where it is that short
+
+CACHE_FEW = (8, *FEW)  # likewise the query rows of a group, over a cache
 
 
 @dataclass(frozen=True)

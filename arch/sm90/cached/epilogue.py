@@ -1,64 +1,56 @@
-"""O and LSE leave, or a share's part of them: from registers, by the few rows that exist."""
+"""O and LSE leave, or a share's part of them: from registers, where a thread holds some columns of few query rows."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
-from ...common.numeric import mul_rn, pack_pair
-from ...common.rowstate import RowState, log_sum_exp
-from ..mma import first_column, rows_view
-from .shares import CacheSizes, Partials, Rows, Share
-
-
-@cute.jit
-def store_rows(o: cute.Tensor, out: cute.Tensor, share: Share, rows: Rows, thread: Int32):
-    """out (batch, seqlen_q, heads_q, head_dim_v): two columns a store."""
-    view, head_dim_v = rows_view(o), out.shape[3]
-    for r in cutlass.range_constexpr(2):
-        if rows.exist[r] != 0:
-            place = (share.batch, rows.token[r], rows.head[r], first_column(thread))
-            address = cute.domain_offset(place, out).iterator.toint()
-            for eight in cutlass.range_constexpr(cute.size(view, mode=[1]) // 2):
-                word = pack_pair(view[r, 2 * eight], view[r, 2 * eight + 1], out.element_type)
-                cute.arch.inline_ptx(
-                    f"st.global.b32 [{{$r0}} + {16 * eight}], {{$r1}};",
-                    read_only_args=[address, word],
-                    predicate=8 * eight < head_dim_v,
-                )
+from ...common.numeric import mul_rn
+from ...common.rowstate import log_sum_exp
+from .shares import CacheSizes, Columns, Partials, Share
 
 
 @cute.jit
-def store_lse(lse: cute.Tensor, state: RowState, share: Share, rows: Rows, thread: Int32, scale_log2: Float32):
-    """lse (batch, heads_q, seqlen_q). One lane of the four that share a row writes it."""
-    for r in cutlass.range_constexpr(2):
-        if (rows.exist[r] != 0) & (thread % 4 == 0):
-            lse[share.batch, rows.head[r], rows.token[r]] = log_sum_exp(state.maximum[r], state.total[r], scale_log2)
+def store_rows(view: cute.Tensor, out: cute.Tensor, share: Share, columns: Columns, first: Int32):
+    """view: as walk.output_view; `first`: its first column of V; out (batch, seqlen_q, heads_q, head_dim_v)."""
+    for c in cutlass.range_constexpr(len(columns.token)):
+        row = out[share.batch, columns.token[c], columns.head[c], None]
+        for block in cutlass.range_constexpr(cute.size(view, mode=[2])):
+            for r in cutlass.range_constexpr(2):
+                place = first + 64 * block + 8 * r
+                if (columns.exist[c] != 0) & (place < out.shape[3]):
+                    row[place] = view[r, c, block].to(out.element_type)
+
+
+@cute.jit
+def store_lse(lse: cute.Tensor, state: tuple, share: Share, columns: Columns, writes: Int32, scale_log2: Float32):
+    """lse (batch, heads_q, seqlen_q). `writes`: the threads of which each query row has one."""
+    for c in cutlass.range_constexpr(len(columns.token)):
+        if (columns.exist[c] != 0) & (writes != 0):
+            value = log_sum_exp(state.maximum[c], state.total[c], scale_log2)
+            lse[share.batch, columns.head[c], columns.token[c]] = value
 
 
 @cute.jit
 def store_share(
-    o: cute.Tensor,
+    view: cute.Tensor,
     partials: Partials,
-    state: RowState,
+    state: tuple,
     share: Share,
-    rows: Rows,
+    columns: Columns,
     sizes: CacheSizes,
-    thread: Int32,
+    place: tuple,  # (the thread's first column of V, writes)
     scale_log2: Float32,
 ):
     """O of a share that has no keys is not written: nobody reads it."""
-    view = rows_view(o)
-    for r in cutlass.range_constexpr(2):
-        if rows.exist[r] != 0:
-            head_row = Int64(share.batch) * sizes.heads_kv + share.head
-            row = head_row * sizes.rows + rows.token[r] * sizes.group + (rows.head[r] - share.head * sizes.group)
-            if thread % 4 == 0:
-                partials.state[share.split, row, 0] = mul_rn(state.maximum[r], scale_log2)
-                partials.state[share.split, row, 1] = state.total[r]
+    first, writes = place
+    for c in cutlass.range_constexpr(len(columns.token)):
+        if columns.exist[c] != 0:
+            row = (cutlass.Int64(share.batch) * sizes.heads_kv + share.head) * sizes.rows + columns.index[c]
+            if writes != 0:
+                partials.state[share.split, row, 0] = mul_rn(state.maximum[c], scale_log2)
+                partials.state[share.split, row, 1] = state.total[c]
             if share.first < share.last:
-                address = cute.domain_offset((share.split, row, first_column(thread)), partials.o).iterator.toint()
-                for eight in cutlass.range_constexpr(cute.size(view, mode=[1]) // 2):
-                    cute.arch.inline_ptx(
-                        f"st.global.v2.f32 [{{$r0}} + {32 * eight}], {{{{$r1}}, {{$r2}}}};",
-                        read_only_args=[address, view[r, 2 * eight], view[r, 2 * eight + 1]],
-                    )
+                columns_of_v = partials.o[share.split, row, None]
+                for block in cutlass.range_constexpr(cute.size(view, mode=[2])):
+                    for r in cutlass.range_constexpr(2):
+                        columns_of_v[first + 64 * block + 8 * r] = view[r, c, block]

@@ -4,7 +4,7 @@ edge   slots   producer -> consumers         full arrives     empty arrives
 K, V   stages  load warp (TMA) -> MMA warps  1 + tx bytes     one per MMA warp
 
 named barrier   threads   meaning
-ZEROED          128       rows of V after the last key are zero
+MMA_THREADS     128       Q, P or zeros of V are in shared memory; or warps have said their maxima
 """
 
 from typing import NamedTuple
@@ -12,11 +12,9 @@ from typing import NamedTuple
 import cutlass.cute as cute
 import cutlass.pipeline as pipelines
 
-from .memory import CacheLayouts
-
 MMA_WARPS = 4
 THREADS = 32 * (MMA_WARPS + 1)
-ZEROED = 1  # id; 0 belongs to __syncthreads
+MMA_THREADS = 1  # id; 0 belongs to __syncthreads
 
 
 class KeyPipelines(NamedTuple):
@@ -24,7 +22,9 @@ class KeyPipelines(NamedTuple):
     v: pipelines.PipelineTmaAsync
 
 
-def open_rings(storage, layouts: CacheLayouts, stages: int, dtype: type) -> KeyPipelines:
+def open_rings(storage, layouts: tuple, stages: int, dtype: type) -> KeyPipelines:
+    """`layouts`: of K's and V's slots."""
+
     def ring(barriers: cute.Pointer, layout: cute.ComposedLayout) -> pipelines.PipelineTmaAsync:
         return pipelines.PipelineTmaAsync.create(
             barrier_storage=barriers,
@@ -35,9 +35,14 @@ def open_rings(storage, layouts: CacheLayouts, stages: int, dtype: type) -> KeyP
             defer_sync=True,
         )
 
-    opened = KeyPipelines(
-        ring(storage.k_barriers.data_ptr(), layouts.k), ring(storage.v_barriers.data_ptr(), layouts.v)
-    )
+    k, v = layouts
+    opened = KeyPipelines(ring(storage.k_barriers.data_ptr(), k), ring(storage.v_barriers.data_ptr(), v))
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     return opened
+
+
+def meet():
+    """All MMA threads; what they wrote to shared memory is there for each other and for wgmma."""
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=MMA_THREADS, number_of_threads=32 * MMA_WARPS)

@@ -81,19 +81,21 @@ class Share(NamedTuple):
     whole_last: Int32
 
 
-class Rows(NamedTuple):
-    """Both rows of an MMA thread."""
+class Columns(NamedTuple):
+    """The query rows of an MMA thread, columns of S^T."""
 
-    exist: tuple[Int32, Int32]
-    token: tuple[Int32, Int32]
-    head: tuple[Int32, Int32]  # of q
+    index: tuple  # among the rows of the head of K
+    exist: tuple
+    token: tuple
+    head: tuple  # of q
 
 
-def rows_of(share: Share, sizes: CacheSizes, first: Int32) -> Rows:
-    """`first`: the thread's row 0 of the tile; row 1 is 8 below."""
-    index = [share.row_start + first + 8 * r for r in range(2)]
+def columns_of(share: Share, sizes: CacheSizes, thread: Int32, tile_m: int) -> Columns:
+    """Columns 2 q and 2 q + 1 of every eight, q the lane among four (PTX, wgmma D layout)."""
+    index = [share.row_start + 8 * (c // 2) + 2 * (thread % 4) + c % 2 for c in range(tile_m // 4)]
     places = [divmod(i, sizes.by.group) for i in index]
-    return Rows(
+    return Columns(
+        index=tuple(index),
         exist=tuple(Int32(i < sizes.rows) for i in index),
         token=tuple(token for token, _ in places),
         head=tuple(share.head * sizes.group + head for _, head in places),

@@ -1,34 +1,73 @@
-"""The MMA warpgroup's way through its share of the keys.
+"""The MMA warpgroup's way through its share of the keys, with keys as wgmma's rows: S^T = K Q^T and O^T = V^T P^T.
 
-Memory is what the kernel waits for, and two CTAs share an SM: so one warpgroup, and no more overlap than P V of a tile
-under the softmax of the next.
+Query rows are few, and wgmma's 64 rows would be empty but for some; as columns they come in eights. A thread holds some
+columns of S^T and the same ones of O^T, so that what it knows of a query row serves both. Maxima go over lanes, then
+over warps through shared memory; P goes through shared memory too. P V of a tile runs under the next scores.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipelines
+import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cute_flash.spec.plan import Plan
 
-from ...common.numeric import NEG_INF, pack_fragment
-from ...common.rowstate import RowState, reset
-from ..mma import ForwardMmas, Fragments, first_column, issue_output, issue_scores, rows_view
+from ...common.numeric import NEG_INF, exp2, finite_or_zero, mul_rn
 from ..pipeline import wait_full
 from ..schedule import WARPGROUP
-from ..softmax import cap_scores, finish, rescale_if_any, softmax_step
-from .pipeline import ZEROED, KeyPipelines
-from .shares import CacheSizes, Rows, Share
+from ..softmax import cap_scores
+from .pipeline import MMA_WARPS, KeyPipelines, meet
+from .shares import CacheSizes, Columns, Share
 
 
-class CacheMmas(ForwardMmas):
-    """Q comes from registers: of its 64 rows few exist, and no shared memory is spent on it."""
+@dataclass(frozen=True)
+class CacheMmas:
+    """Made anew where they are used: setting ACCUMULATE changes one, and no loop carries that."""
 
-    def qk(self) -> cute.TiledMma:
-        return self._make(OperandMajorMode.K, self.tile.tile_n, warpgroup.OperandSource.RMEM)
+    tile_m: int
+    dtype: type
+
+    def _make(self, a_major: OperandMajorMode) -> cute.TiledMma:
+        return hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, a_major, OperandMajorMode.K, Float32, (1, 1, 1), (64, self.tile_m),
+            warpgroup.OperandSource.SMEM,
+        )  # fmt: skip
+
+    def kq(self) -> cute.TiledMma:
+        return self._make(OperandMajorMode.K)
+
+    def vp(self) -> cute.TiledMma:
+        return self._make(OperandMajorMode.MN)
+
+
+class Fragments(NamedTuple):
+    """k, q, v, p are shared-memory descriptors; the others are registers."""
+
+    k: cute.Tensor  # (mma, 1, width_qk / 16, stages)
+    q: cute.Tensor  # (mma, 1, width_qk / 16, 1)
+    v: cute.Tensor  # (mma, width_v / 64, tile_n / 16, stages)
+    p: cute.Tensor  # (mma, 1, tile_n / 16, 1)
+    s: cute.Tensor  # ((2, 2, tile_m / 8), 1, 1) float32: scores
+    o: cute.Tensor  # ((2, 2, tile_m / 8), width_v / 64, 1) float32, not yet divided by the row sum
+
+
+class Room(NamedTuple):
+    q: cute.Tensor  # (tile_m, width_qk)
+    p: cute.Tensor  # (tile_m, tile_n)
+    stats: cute.Tensor  # (tile_m, MMA warps)
+    v: cute.Tensor  # (width_v, tile_n, stages)
+
+
+class ColumnState(NamedTuple):
+    """Of the thread's query rows."""
+
+    maximum: cute.Tensor  # running maximum of the raw scores
+    total: cute.Tensor  # running sum of exp2(scale * (score - maximum)) over this thread's keys
 
 
 class WalkContext(NamedTuple):
@@ -36,12 +75,37 @@ class WalkContext(NamedTuple):
 
     pipes: KeyPipelines
     frags: Fragments
-    s_v: cute.Tensor  # (width_v, tile_n, stages)
-    state: RowState
+    room: Room
+    state: ColumnState
     scale_log2: Float32
     cap_factor: Float32 | None
     thread: Int32
-    limits: tuple  # ((low, low), (high, high)): keys [low, high) are seen by the thread's rows
+    limits: tuple  # (low, high): keys [low, high) are seen by each of the thread's query rows
+
+
+def score_view(s: cute.Tensor) -> cute.Tensor:
+    """(2 keys 8 apart, tile_m / 4 query rows) of S^T."""
+    return cute.make_tensor(s.iterator, cute.make_layout((2, (2, cute.size(s) // 4)), stride=(2, (1, 4))))
+
+
+def output_view(o: cute.Tensor) -> cute.Tensor:
+    """(2 columns of V 8 apart, tile_m / 4 query rows, width_v / 64) of O^T."""
+    blocks = cute.size(o, mode=[1])
+    eights = cute.size(o) // (4 * blocks)
+    layout = cute.make_layout((2, (2, eights), blocks), stride=(2, (1, 4), 4 * eights))
+    return cute.make_tensor(o.iterator, layout)
+
+
+def first_key(thread: Int32) -> Int32:
+    """Row of S^T (of O^T: column of V) that the thread's row 0 stands for; row 1 is 8 below (PTX, wgmma D layout)."""
+    return thread // 32 * 16 + thread % 32 // 4
+
+
+def _over_lanes(x: Float32, combine) -> Float32:
+    """Of the eight lanes that share query rows."""
+    for offset in (4, 8, 16):
+        x = combine(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
+    return x
 
 
 class Walk:
@@ -49,50 +113,41 @@ class Walk:
 
     def __init__(self, plan: Plan, dtype: type):
         self.tile, self.mask, self.softcap, self.dtype = plan.tile, plan.mask, plan.softcap, dtype
-        self.width_qk = plan.head_dim
-        self.mmas = CacheMmas(plan.tile, plan.head_dim_v, dtype)
+        self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
+        self.mmas = CacheMmas(plan.tile.tile_m, dtype)
+        self.columns = plan.tile.tile_m // 4  # query rows of a thread
 
-    def open(self, s_k: cute.Tensor, s_v: cute.Tensor) -> Fragments:
-        tile, qk, pv = self.tile, self.mmas.qk(), self.mmas.pv()
-        mine_qk, mine_pv = qk.get_slice(0), pv.get_slice(0)
-        packed = cute.make_rmem_tensor((tile.tile_n // 4,), Int32)
-        q_packed = cute.make_rmem_tensor((self.width_qk // 4,), Int32)
-
-        def operand(registers: cute.Tensor, steps: int, slots: tuple) -> cute.Tensor:
-            layout = cute.make_layout(((2, 2, 2), 1, steps, *slots), stride=((1, 2, 4), 0, 8, *(0 for _ in slots)))
-            return cute.make_tensor(cute.recast_ptr(registers.iterator, dtype=self.dtype), layout)
-
+    def open(self, s_q: cute.Tensor, s_p: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor) -> Fragments:
+        kq, vp = self.mmas.kq(), self.mmas.vp()
+        mine_kq, mine_vp = kq.get_slice(0), vp.get_slice(0)
         return Fragments(
-            q=operand(q_packed, self.width_qk // 16, (1,)),
-            k=qk.make_fragment_B(mine_qk.partition_B(s_k)),
-            v=pv.make_fragment_B(mine_pv.partition_B(s_v)),
-            s=cute.make_rmem_tensor(mine_qk.partition_shape_C((tile.tile_m, tile.tile_n)), Float32),
-            p=operand(packed, tile.tile_n // 16, ()),
-            p_packed=packed,
-            o=cute.make_rmem_tensor(mine_pv.partition_shape_C((tile.tile_m, self.mmas.width_v)), Float32),
+            k=kq.make_fragment_A(mine_kq.partition_A(s_k)),
+            q=kq.make_fragment_B(mine_kq.partition_B(s_q)),
+            v=vp.make_fragment_A(mine_vp.partition_A(s_v)),
+            p=vp.make_fragment_B(mine_vp.partition_B(s_p)),
+            s=cute.make_rmem_tensor(mine_kq.partition_shape_C((self.tile.tile_n, self.tile.tile_m)), Float32),
+            o=cute.make_rmem_tensor(mine_vp.partition_shape_C((self.width_v, self.tile.tile_m)), Float32),
         )
 
-    @cute.jit
-    def read_q(self, q: cute.Tensor, frags: Fragments, share: Share, rows: Rows, thread: Int32):
-        """q (batch, seqlen_q, heads_q, head_dim): the thread's pairs of columns, 0 where there is no row or column."""
-        words = cute.make_tensor(cute.recast_ptr(frags.q.iterator, dtype=Int32), cute.make_layout(self.width_qk // 4))
-        words.fill(0)
-        for r in cutlass.range_constexpr(2):
-            if rows.exist[r] != 0:
-                start = cute.domain_offset((share.batch, rows.token[r], rows.head[r], first_column(thread)), q).iterator
-                pairs = cute.make_tensor(
-                    cute.recast_ptr(start.align(4), dtype=Int32), cute.make_layout(self.width_qk // 2)
-                )
-                whole = q.shape[3] == self.width_qk
-                for eight in cutlass.range_constexpr(self.width_qk // 8):
-                    if whole | (8 * eight < q.shape[3]):
-                        words[4 * (eight // 2) + 2 * (eight % 2) + r] = pairs[4 * eight]
+    def state(self) -> ColumnState:
+        return ColumnState(*(cute.make_rmem_tensor((self.columns,), Float32) for _ in range(2)))
 
-    def limits(self, share: Share, rows: Rows, sizes: CacheSizes) -> tuple:
-        """((low, low), (high, high)) of both rows."""
+    @cute.jit
+    def read_q(self, q: cute.Tensor, room: cute.Tensor, share: Share, sizes: CacheSizes, thread: Int32):
+        """q (batch, seqlen_q, heads_q, head_dim) -> room (tile_m, width_qk); 0 where there is no row or column."""
+        width = self.width_qk
+        for i in cutlass.range(thread, self.tile.tile_m * width, WARPGROUP, unroll=8):
+            row, column = i // width, i % width
+            token, head = divmod(cutlass.min(share.row_start + row, sizes.rows - 1), sizes.by.group)
+            value = q[share.batch, token, share.head * sizes.group + head, cutlass.min(column, q.shape[3] - 1)]
+            exists = (share.row_start + row < sizes.rows) & (column < q.shape[3])
+            room[row, column] = self.dtype(cutlass.select_(exists, value, self.dtype(0.0)))
+
+    def limits(self, share: Share, columns: Columns, sizes: CacheSizes) -> tuple:
+        """(low, high) of every query row of the thread."""
         low, high = [], []
-        for r in range(2):
-            diagonal = rows.token[r] + share.seqlen_k - sizes.seqlen_q
+        for token in columns.token:
+            diagonal = token + share.seqlen_k - sizes.seqlen_q
             last = share.seqlen_k
             if self.mask.right:
                 reach = Int32(1) if self.mask.causal else sizes.right + 1
@@ -103,75 +158,148 @@ class Walk:
 
     @cute.jit
     def run(self, context: WalkContext, share: Share):
-        """P V of a tile runs under the softmax of the next one. Afterwards O is divided by the row sums."""
+        """Afterwards O is divided by the row sums, and the state's totals are of all keys."""
         frags, pipes, state = context.frags, context.pipes, context.state
         frags.o.fill(0.0)
-        reset(state)
+        state.maximum.fill(NEG_INF)
+        state.total.fill(0.0)
         k_ring, v_ring = (
             pipelines.make_pipeline_state(pipelines.PipelineUserType.Consumer, self.tile.stages) for _ in range(2)
         )
+        meet()  # Q is there
         if share.first < share.last:
             wait_full(pipes.k, k_ring)
-            issue_scores(self.mmas, frags, 0, k_ring.index)
+            self.issue_scores(frags, k_ring.index)
             warpgroup.wait_group(0)
             pipes.k.consumer_release(k_ring)
             k_ring.advance()
-            self.probabilities(context, share, share.first)
-            pack_fragment(frags.s, frags.p_packed, self.dtype)
+            self.mask_scores(context, share, share.first)
+            self.say_maxima(context)
+            self.probabilities(context)
             for tile in cutlass.range(share.first + 1, share.last, unroll=1):
                 wait_full(pipes.k, k_ring)
-                issue_scores(self.mmas, frags, 0, k_ring.index)
+                self.issue_scores(frags, k_ring.index)
                 wait_full(pipes.v, v_ring)
-                issue_output(self.mmas, frags, v_ring.index)
+                self.issue_output(frags, v_ring.index)
                 warpgroup.wait_group(1)
                 pipes.k.consumer_release(k_ring)
-                self.probabilities(context, share, tile)
+                self.mask_scores(context, share, tile)
+                self.say_maxima(context)
                 warpgroup.wait_group(0)
                 pipes.v.consumer_release(v_ring)
-                pack_fragment(frags.s, frags.p_packed, self.dtype)
-                rescale_if_any(frags.o, state)
+                self.probabilities(context)
                 k_ring.advance()
                 v_ring.advance()
             wait_full(pipes.v, v_ring)
             keys = share.seqlen_k - (share.last - 1) * self.tile.tile_n
             if keys < self.tile.tile_n:
                 self.zero_rows(context, v_ring.index, keys)
-            issue_output(self.mmas, frags, v_ring.index)
+            self.issue_output(frags, v_ring.index)
             warpgroup.wait_group(0)
-        finish(frags.o, state)
+        self.finish(context)
 
     @cute.jit
-    def probabilities(self, context: WalkContext, share: Share, tile: Int32):
+    def issue_scores(self, frags: Fragments, slot: Int32):
+        """One commit group. The caller waits; so below."""
+        mma, k = self.mmas.kq(), frags.k[None, None, None, slot]
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        warpgroup.fence()
+        for step in cutlass.range_constexpr(cute.size(k, mode=[2])):
+            cute.gemm(mma, frags.s, k[None, None, step], frags.q[None, None, step, 0], frags.s)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def issue_output(self, frags: Fragments, slot: Int32):
+        mma, v = self.mmas.vp(), frags.v[None, None, None, slot]
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.fence()
+        for step in cutlass.range_constexpr(cute.size(v, mode=[2])):
+            cute.gemm(mma, frags.o, v[None, None, step], frags.p[None, None, step, 0], frags.o)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def mask_scores(self, context: WalkContext, share: Share, tile: Int32):
         scores = context.frags.s
         if cutlass.const_expr(self.softcap):
             cap_scores(scores, context.cap_factor)
         low, high = context.limits
-        column = tile * self.tile.tile_n + first_column(context.thread)
-        view = rows_view(scores)
-        if tile >= share.whole_last:
-            for r in cutlass.range_constexpr(2):
-                _keep(view, r, lambda offset, end: offset < end, high[r] - column)
+        key, view = tile * self.tile.tile_n + first_key(context.thread), score_view(scores)
+        masked = tile >= share.whole_last
         if cutlass.const_expr(self.mask.left):
-            hidden = [low[r] - column for r in range(2)]
-            if tile < share.whole_first:
+            masked = masked | (tile < share.whole_first)
+        if masked:
+            for c in cutlass.range_constexpr(self.columns):
                 for r in cutlass.range_constexpr(2):
-                    _keep(view, r, lambda offset, end: offset >= end, hidden[r])
-        softmax_step(scores, context.state, context.scale_log2, True)
+                    seen = key + 8 * r < high[c]
+                    if cutlass.const_expr(self.mask.left):
+                        seen = seen & (key + 8 * r >= low[c])
+                    view[r, c] = Float32(cutlass.select_(seen, view[r, c], Float32(NEG_INF)))
+
+    @cute.jit
+    def say_maxima(self, context: WalkContext):
+        """Of the warp's 16 keys."""
+        view = score_view(context.frags.s)
+        self._say(context, [cute.arch.fmax(view[0, c], view[1, c]) for c in range(self.columns)], cute.arch.fmax)
+
+    @cute.jit
+    def _say(self, context: WalkContext, values: list, combine: cutlass.Constexpr):
+        thread, stats = context.thread, context.room.stats
+        values = [_over_lanes(value, combine) for value in values]
+        if thread % 32 < 4:
+            for c in cutlass.range_constexpr(self.columns):
+                stats[8 * (c // 2) + 2 * (thread % 4) + c % 2, thread // 32] = values[c]
+
+    def _heard(self, context: WalkContext, column: int, combine) -> Float32:
+        """What the warps said of a query row of the thread."""
+        row = context.room.stats[8 * (column // 2) + 2 * (context.thread % 4) + column % 2, None]
+        value = row[0]
+        for w in range(1, MMA_WARPS):
+            value = combine(value, row[w])
+        return value
+
+    @cute.jit
+    def probabilities(self, context: WalkContext):
+        """P = exp2(scale * (S - maximum)) into shared memory; O and totals are rescaled. P V is not in flight."""
+        state, thread, s_p = context.state, context.thread, context.room.p
+        scores, output = score_view(context.frags.s), output_view(context.frags.o)
+        meet()  # all have said their maxima, and are done with the P before
+        key = first_key(thread)
+        for c in cutlass.range_constexpr(self.columns):
+            maximum = cute.arch.fmax(state.maximum[c], self._heard(context, c, cute.arch.fmax))
+            subtrahend = finite_or_zero(mul_rn(maximum, context.scale_log2))
+            rescale = exp2(mul_rn(state.maximum[c], context.scale_log2) - subtrahend)
+            p = [exp2(scores[r, c] * context.scale_log2 - subtrahend) for r in range(2)]
+            for r in cutlass.range_constexpr(2):
+                s_p[8 * (c // 2) + 2 * (thread % 4) + c % 2, key + 8 * r] = p[r].to(self.dtype)
+            state.maximum[c] = maximum
+            state.total[c] = state.total[c] * rescale + (p[0] + p[1])
+            for block in cutlass.range_constexpr(self.width_v // 64):
+                for r in cutlass.range_constexpr(2):
+                    output[r, c, block] = output[r, c, block] * rescale
+        meet()  # P is there
+
+    @cute.jit
+    def finish(self, context: WalkContext):
+        """Sums over lanes and warps, then the one division of a row."""
+        state, output = context.state, output_view(context.frags.o)
+        meet()  # the last maxima are read
+        self._say(context, [state.total[c] for c in range(self.columns)], lambda a, b: a + b)
+        meet()
+        for c in cutlass.range_constexpr(self.columns):
+            total = self._heard(context, c, lambda a, b: a + b)
+            state.total[c] = total
+            inverse = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
+            for block in cutlass.range_constexpr(self.width_v // 64):
+                for r in cutlass.range_constexpr(2):
+                    output[r, c, block] = output[r, c, block] * inverse
 
     @cute.jit
     def zero_rows(self, context: WalkContext, slot: Int32, keys: Int32):
         """Rows of V from the slot's `keys` on: their probability is 0, and 0 times what lies there may be NaN."""
-        rows = context.s_v[None, None, slot]  # (width_v, tile_n)
-        for i in cutlass.range(context.thread, self.mmas.width_v // 2 * self.tile.tile_n, WARPGROUP, unroll=1):
-            column, key = i % (self.mmas.width_v // 2), i // (self.mmas.width_v // 2)
+        rows = context.room.v[None, None, slot]  # (width_v, tile_n)
+        for i in cutlass.range(context.thread, self.width_v * self.tile.tile_n, WARPGROUP, unroll=1):
+            column, key = i % self.width_v, i // self.width_v
             if key >= keys:
-                rows[2 * column, key] = self.dtype(0.0)
-                rows[2 * column + 1, key] = self.dtype(0.0)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=ZEROED, number_of_threads=WARPGROUP)
-
-
-def _keep(view: cute.Tensor, row: int, where, end: Int32):
-    """Scores of a row stay where `where(offset from the thread's first column, end)`."""
-    for c in range(cute.size(view, mode=[1])):
-        view[row, c] = Float32(cutlass.select_(where(8 * (c // 2) + c % 2, end), view[row, c], Float32(NEG_INF)))
+                rows[column, key] = self.dtype(0.0)
+        meet()
