@@ -43,6 +43,11 @@ def open_rings(storage, layouts: tuple, stages: int, dtype: type) -> KeyPipeline
 
 
 def meet():
-    """All MMA threads; what they wrote to shared memory is there for each other and for wgmma."""
-    cute.arch.fence_view_async_shared()
+    """All MMA threads. What they wrote to shared memory is there for each other."""
     cute.arch.barrier(barrier_id=MMA_THREADS, number_of_threads=32 * MMA_WARPS)
+
+
+def hand_to_wgmma():
+    """All MMA threads. What they wrote to shared memory is there for wgmma."""
+    cute.arch.fence_view_async_shared()
+    meet()

@@ -21,7 +21,7 @@ from ...common.numeric import NEG_INF, exp2, finite_or_zero, mul_rn
 from ..pipeline import wait_full
 from ..schedule import WARPGROUP
 from ..softmax import cap_scores
-from .pipeline import MMA_WARPS, KeyPipelines, meet
+from .pipeline import MMA_WARPS, KeyPipelines, hand_to_wgmma, meet
 from .shares import CacheSizes, Columns, Share
 
 
@@ -166,7 +166,7 @@ class Walk:
         k_ring, v_ring = (
             pipelines.make_pipeline_state(pipelines.PipelineUserType.Consumer, self.tile.stages) for _ in range(2)
         )
-        meet()  # Q is there
+        hand_to_wgmma()  # Q
         if share.first < share.last:
             wait_full(pipes.k, k_ring)
             self.issue_scores(frags, k_ring.index)
@@ -265,8 +265,9 @@ class Walk:
         scores, output = score_view(context.frags.s), output_view(context.frags.o)
         meet()  # all have said their maxima, and are done with the P before
         key = first_key(thread)
+        heard = [self._heard(context, c, cute.arch.fmax) for c in range(self.columns)]
         for c in cutlass.range_constexpr(self.columns):
-            maximum = cute.arch.fmax(state.maximum[c], self._heard(context, c, cute.arch.fmax))
+            maximum = cute.arch.fmax(state.maximum[c], heard[c])
             subtrahend = finite_or_zero(mul_rn(maximum, context.scale_log2))
             rescale = exp2(mul_rn(state.maximum[c], context.scale_log2) - subtrahend)
             p = [exp2(scores[r, c] * context.scale_log2 - subtrahend) for r in range(2)]
@@ -277,7 +278,7 @@ class Walk:
             for block in cutlass.range_constexpr(self.width_v // 64):
                 for r in cutlass.range_constexpr(2):
                     output[r, c, block] = output[r, c, block] * rescale
-        meet()  # P is there
+        hand_to_wgmma()  # P
 
     @cute.jit
     def finish(self, context: WalkContext):
@@ -302,4 +303,4 @@ class Walk:
             column, key = i % self.width_v, i // self.width_v
             if key >= keys:
                 rows[column, key] = self.dtype(0.0)
-        meet()
+        hand_to_wgmma()
