@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -17,12 +17,12 @@ from cute_flash.spec.plan import Plan
 from ..common.numeric import LOG2_E
 from .cached.append import launch_append
 from .cached.epilogue import store_lse, store_rows, store_share
-from .cached.load import Loads, Pages, box_copy, boxes_of, load_dense, load_paged, touch_line
+from .cached.load import Loads, Pages, box_copy, boxes_of, load_dense, load_paged, policy_of
 from .cached.memory import CacheLayouts, box_layout, cache_layouts, cache_storage
 from .cached.merge import launch_merge
 from .cached.operands import compile_cache
 from .cached.pipeline import MMA_WARPS, THREADS, open_rings
-from .cached.shares import CacheSizes, Place, Share, Shares, columns_of, partials_of, sizes_of
+from .cached.shares import CacheSizes, Share, Shares, columns_of, partials_of, sizes_of
 from .cached.walk import Room, Walk, WalkContext, first_key, output_view
 from .load import TmaSource
 
@@ -41,7 +41,6 @@ class DecodeSm90:
         self.tile, self.dtype, self.softcap, self.page_size = plan.tile, dtype, plan.softcap, plan.page_size
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.appends = plan.appends
-        self.touches, self.streams = "touch" in plan.variant, "keep" not in plan.variant
         self.boxes = boxes_of(plan.page_size, plan.tile.tile_n)
         self.shares, self.walk = Shares(plan), Walk(plan, dtype)
 
@@ -95,6 +94,7 @@ class DecodeSm90:
             appended=new[0].shape[1] if cutlass.const_expr(self.appends) else Int32(0),
             splits=splits,
             split_keys=split_keys,
+            policy=policy_of(Int64(q.shape[0]) * capacity * k.shape[2] * (2 * (k.shape[3] + v.shape[3]))),
             left=left,
             right=right,
         )
@@ -104,19 +104,17 @@ class DecodeSm90:
         if cutlass.const_expr(self.softcap):
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
         results, factors = (out, lse, memory), (scale_log2, cap_factor)
-        self.kernel(sources, (q, k, v), tables, results, factors, sizes, layouts).launch(
+        self.kernel(sources, q, tables, results, factors, sizes, layouts).launch(
             grid=(self.shares.count(sizes), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.appends
         )
         if splits > 1:
-            launch_merge(
-                partials_of(memory, sizes, self.width_v), out, lse, sizes, (self.width_v, self.touches), stream
-            )
+            launch_merge(partials_of(memory, sizes, self.width_v), out, lse, sizes, self.width_v, stream)
 
     @cute.kernel
     def kernel(
         self,
         sources: CacheSources,
-        tensors: tuple,  # (q, k, v)
+        q: cute.Tensor,
         tables: tuple,
         results: tuple,  # (out, lse, memory)
         factors: tuple,  # (scale_log2, cap_factor)
@@ -132,8 +130,6 @@ class DecodeSm90:
         if warp == MMA_WARPS:
             for source in (sources.k, sources.v):
                 cpasync.prefetch_descriptor(source.atom)
-            if cutlass.const_expr(self.touches):
-                self.touch(place, tensors, tables, results, sizes)
         share = self.shares.share(place, length, sizes)
         storage = SmemAllocator().allocate(cache_storage(layouts, self.tile, self.dtype))
         s_q, s_p, s_k, s_v = (
@@ -149,31 +145,7 @@ class DecodeSm90:
         else:
             room = Room(s_q[None, None, 0], s_p[None, None, 0], stats, s_v)
             frags = self.walk.open(s_q, s_p, s_k, s_v)
-            self.mma_role((pipes, frags, room), tensors[0], results, factors, share, sizes, thread)
-
-    @cute.jit
-    def touch(self, place: Place, tensors: tuple, tables: tuple, results: tuple, sizes: CacheSizes):
-        """A line each of what the CTA will read and write, by the load warp while its length is still on the way: their
-        pages are looked up side by side, and not one after the other. Where the keys lie is a guess: that the row's
-        cache is full."""
-        lines = []
-        if cutlass.const_expr(self.page_size == 0):
-            key = cutlass.min(self.shares.guess(place, sizes), sizes.capacity - 1)
-            row = cutlass.min(place.batch, sizes.cache_rows - 1)
-            lines += [cute.domain_offset((row, key, place.head, 0), x) for x in tensors[1:]]
-        else:
-            page = cutlass.min(self.shares.guess(place, sizes) // self.page_size, tables[1].shape[1] - 1)
-            lines.append(cute.domain_offset((place.batch, page), tables[1]))
-        out, _, memory = results
-        if sizes.splits == 1:
-            touch_line(cute.domain_offset((place.batch, 0, place.head * sizes.group, 0), out))
-        else:
-            partials = partials_of(memory, sizes, self.width_v)
-            first = (place.batch * sizes.heads_kv + place.head) * sizes.rows
-            touch_line(cute.domain_offset((place.split, first, 0), partials.o))
-            touch_line(cute.domain_offset((place.split, first, 0), partials.state))
-        for line in lines:
-            touch_line(line)
+            self.mma_role((pipes, frags, room), q, results, factors, share, sizes, thread)
 
     @cute.jit
     def load_role(
@@ -184,15 +156,16 @@ class DecodeSm90:
         loads = Loads(
             box_copy(sources.k, smem[0], (keys, self.width_qk), share.head, True),
             box_copy(sources.v, smem[1], (self.width_v, keys), share.head, False),
+            sizes.policy,
         )
         if cutlass.const_expr(self.page_size > 0):
             pages = Pages(page_table[share.batch, None], sizes.cache_rows)
-            load_paged(pipes, loads, tiles, pages, self.boxes, (self.tile.stages, self.streams))
+            load_paged(pipes, loads, tiles, pages, self.boxes, self.tile.stages)
         else:
             row = share.batch
             if cutlass.const_expr(batch_idx is not None):
                 row = cutlass.min(cutlass.max(batch_idx[share.batch], 0), sizes.cache_rows - 1)
-            load_dense(pipes, loads, tiles, row, (self.tile.stages, self.streams))
+            load_dense(pipes, loads, tiles, row, self.tile.stages)
 
     @cute.jit
     def mma_role(

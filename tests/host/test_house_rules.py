@@ -63,7 +63,6 @@ EXCEPTIONS: dict[str, str] = {
     "floors arch/sm100/grad/epilogue.py cute_flash.arch.sm100.epilogue": "a row leaves as the forward's do",
     "floors arch/sm90/grad/mask.py cute_flash.arch.sm90.mma": "which row and column a register holds is mma's fact",
     "floors arch/sm90/cached/load.py cute_flash.arch.sm90.load": "TMA descriptor and tensor: the forward's bundle",
-    "floors arch/sm90/cached/epilogue.py cute_flash.arch.sm90.mma": "which row a thread holds is mma's fact",
     "floors arch/sm90/cached/epilogue.py cute_flash.arch.sm90.cached.shares": "which row of the batch it belongs to",
     "parameters arch/sm90/decode.py __call__": "the contract's operands, from which TVM-FFI's signature is derived",
     "parameters arch/common/entry.py __call__": "the contract's operands, from which TVM-FFI's signature is derived",

@@ -51,6 +51,5 @@ def store_share(
                 partials.state[share.split, row, 1] = state.total[c]
             if share.first < share.last:
                 columns_of_v = partials.o[share.split, row, None]
-                for block in cutlass.range_constexpr(cute.size(view, mode=[2])):
-                    for r in cutlass.range_constexpr(2):
-                        columns_of_v[first + 64 * block + 8 * r] = view[r, c, block]
+                for i in cutlass.range_constexpr(2 * cute.size(view, mode=[2])):
+                    columns_of_v[first + 8 * i + 48 * (i // 2)] = view[i % 2, c, i // 2]

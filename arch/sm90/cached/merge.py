@@ -11,7 +11,6 @@ from cutlass.memory import SmemAllocator
 
 from ...common.numeric import NEG_INF, exp2, finite_or_zero
 from ...common.rowstate import inverse_total, log_sum_exp
-from .load import touch_line
 from .shares import CacheSizes, Partials
 
 WARPS = 4
@@ -21,9 +20,8 @@ TOGETHER = LANES // WARPS  # shares of a warp among 32
 
 @cute.kernel
 def merge_kernel(
-    partials: Partials, out: cute.Tensor, lse: cute.Tensor | None, sizes: CacheSizes, how: cutlass.Constexpr
+    partials: Partials, out: cute.Tensor, lse: cute.Tensor | None, sizes: CacheSizes, width: cutlass.Constexpr[int]
 ):
-    width, touches = how
     thread, _, _ = cute.arch.thread_idx()
     index, _, _ = cute.arch.block_idx()
     lane, warp = thread % LANES, cute.arch.make_warp_uniform(thread // LANES)
@@ -37,11 +35,6 @@ def merge_kernel(
     sums = cute.make_rmem_tensor((columns,), Float32)
     sums.fill(0.0)
     top, total = Float32(NEG_INF), Float32(0.0)
-    if cutlass.const_expr(touches):
-        touched = cutlass.min(lane, sizes.splits - 1), 0
-        for tensor in (rows, state):
-            touch_line(cute.domain_offset(touched, tensor))
-        touch_line(cute.domain_offset((batch, token, head, 0), out))
     cute.arch.griddepcontrol_wait()
     for start in cutlass.range(0, sizes.splits, LANES, unroll=1):
         for i in cutlass.range_constexpr(TOGETHER):
@@ -80,8 +73,8 @@ def merge_kernel(
             row_of_lse[token] = log_sum_exp(finite_or_zero(top), total, Float32(1.0))
 
 
-def launch_merge(partials: Partials, out: cute.Tensor, lse: cute.Tensor | None, sizes: CacheSizes, how: tuple, stream):
-    merge_kernel(partials, out, lse, sizes, how).launch(
+def launch_merge(partials: Partials, out: cute.Tensor, lse: cute.Tensor | None, sizes: CacheSizes, width: int, stream):
+    merge_kernel(partials, out, lse, sizes, width).launch(
         grid=(sizes.batch * sizes.heads_kv * sizes.rows, 1, 1),
         block=(LANES * WARPS, 1, 1),
         min_blocks_per_mp=1,  # else ptxas saves registers and asks for the outputs one after the other

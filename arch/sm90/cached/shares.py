@@ -36,6 +36,7 @@ class CacheSizes(NamedTuple):
     cache_rows: Int32  # or pages
     splits: Int32
     split_keys: Int32  # 0: equal shares
+    policy: Int64  # of L2, for K and V
     by: Divisors
     left: Int32 | None = None  # of a window
     right: Int32 | None = None
@@ -123,12 +124,6 @@ class Shares:
         rest, m_block = divmod(rest, sizes.by.tiles)
         batch, split = divmod(rest, sizes.by.splits)
         return Place(batch, split, m_block, head)
-
-    def guess(self, place: Place, sizes: CacheSizes) -> Int32:
-        """The share's first key, if the row's cache is full and there is no window."""
-        tiles = (sizes.capacity + self.tile.tile_n - 1) // self.tile.tile_n
-        equal = (tiles + sizes.splits - 1) // sizes.by.splits * self.tile.tile_n
-        return place.split * Int32(cutlass.select_(sizes.split_keys == 0, equal, sizes.split_keys))
 
     @cute.jit
     def share(self, place: Place, given: Int32, sizes: CacheSizes) -> Share:

@@ -7,7 +7,7 @@ from ..tiles import SMEM_LIMIT, width
 TILE_M, TILE_N = 64, 64  # query rows at most, a multiple of 8; keys of a step, which are wgmma's 64 rows
 SMEM_OF_TWO = 115_712  # bytes a CTA may take where two share an SM: half of 228 KB, less the 1 KB that each costs
 BARRIERS = 1024  # bytes kept for them
-STATS = 2048  # for the warps' maxima, and for what alignment costs
+STATS = 2048  # for the warps' maxima, and for where Q may start
 
 
 def width_v(head_dim_v: int) -> int:
@@ -30,10 +30,6 @@ def cache_tile(head_dim: int, head_dim_v: int, few_rows: int = 0) -> Tile:
     stage, fixed = 2 * TILE_N * (width_qk + width_v(head_dim_v)), _fixed_bytes(tile_m, width_qk)
     stages = (SMEM_OF_TWO - fixed) // stage
     return Tile(tile_m, TILE_N, stages=stages if stages > 1 else (SMEM_LIMIT - fixed) // stage)
-
-
-def ctas_per_sm(tile: Tile, width_qk: int, width_v: int) -> int:
-    return 2 if smem_bytes(tile, width_qk, width_v) <= SMEM_OF_TWO else 1
 
 
 def page_fits(page_size: int) -> bool:

@@ -19,7 +19,6 @@ from cute_flash.spec.plan import Plan
 
 from ...common.numeric import NEG_INF, exp2, finite_or_zero, mul_rn
 from ..pipeline import wait_full
-from ..schedule import WARPGROUP
 from ..softmax import cap_scores
 from .pipeline import MMA_WARPS, KeyPipelines, hand_to_wgmma, meet
 from .shares import CacheSizes, Columns, Share
@@ -135,13 +134,14 @@ class Walk:
     @cute.jit
     def read_q(self, q: cute.Tensor, room: cute.Tensor, share: Share, sizes: CacheSizes, thread: Int32):
         """q (batch, seqlen_q, heads_q, head_dim) -> room (tile_m, width_qk); 0 where there is no row or column."""
-        width = self.width_qk
-        for i in cutlass.range(thread, self.tile.tile_m * width, WARPGROUP, unroll=8):
-            row, column = i // width, i % width
+        for row in cutlass.range(thread // 32, self.tile.tile_m, MMA_WARPS, unroll=2):
             token, head = divmod(cutlass.min(share.row_start + row, sizes.rows - 1), sizes.by.group)
-            value = q[share.batch, token, share.head * sizes.group + head, cutlass.min(column, q.shape[3] - 1)]
-            exists = (share.row_start + row < sizes.rows) & (column < q.shape[3])
-            room[row, column] = self.dtype(cutlass.select_(exists, value, self.dtype(0.0)))
+            source = q[share.batch, token, share.head * sizes.group + head, None]
+            for step in cutlass.range_constexpr(self.width_qk // 32):
+                column = 32 * step + thread % 32
+                exists = (share.row_start + row < sizes.rows) & (column < q.shape[3])
+                value = source[cutlass.min(column, q.shape[3] - 1)]
+                room[row, column] = self.dtype(cutlass.select_(exists, value, self.dtype(0.0)))
 
     def limits(self, share: Share, columns: Columns, sizes: CacheSizes) -> tuple:
         """(low, high) of every query row of the thread."""
@@ -299,8 +299,7 @@ class Walk:
     def zero_rows(self, context: WalkContext, slot: Int32, keys: Int32):
         """Rows of V from the slot's `keys` on: their probability is 0, and 0 times what lies there may be NaN."""
         rows = context.room.v[None, None, slot]  # (width_v, tile_n)
-        for i in cutlass.range(context.thread, self.width_v * self.tile.tile_n, WARPGROUP, unroll=1):
-            column, key = i % self.width_v, i // self.width_v
-            if key >= keys:
-                rows[column, key] = self.dtype(0.0)
+        for key in cutlass.range(keys + context.thread // 32, self.tile.tile_n, MMA_WARPS, unroll=1):
+            for step in cutlass.range_constexpr(self.width_v // 32):
+                rows[32 * step + context.thread % 32, key] = self.dtype(0.0)
         hand_to_wgmma()
