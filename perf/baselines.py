@@ -62,12 +62,12 @@ def _need_cuda(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _own_backend(point: Point, device: torch.device) -> str | None:
+def _own_backend(device: torch.device) -> str | None:
     """Named where this GPU has kernels of its own, so that a fallback is an error and never a number; else None."""
     if device.type != "cuda":
         return None
-    major = torch.cuda.get_device_capability(device)[0]
-    return {(9, "fwd"): "sm90", (9, "bwd"): "sm90", (10, "fwd"): "sm100"}.get((major, point.direction))
+    capability = torch.cuda.get_device_capability(device)
+    return {(9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}.get(capability)
 
 
 def ours(backend: str | None, deterministic: bool = False) -> Callable[[Point, torch.device], Attend]:
@@ -81,7 +81,7 @@ def ours(backend: str | None, deterministic: bool = False) -> Callable[[Point, t
             raise Unavailable("not asked: the forward is deterministic anyway")
         if backend == "triton":
             _need_cuda(device)
-        named = backend or _own_backend(point, device)
+        named = backend or _own_backend(device)
         chosen: dict[str, object] = {"backend": named} if named else {}
         chosen |= {"deterministic": True} if deterministic else {}
         chosen |= {} if point.left is None else {"window": (point.left, 0)}

@@ -1,4 +1,4 @@
-# Makes .venv ready and sets $PY; sourced by scripts/demo and scripts/test from the repository's root. All set-up is here:
+# Makes .venv ready and sets $PY; sourced by scripts/demo, test and silicon from the repository's root. All set-up is here:
 # a fresh machine needs bash, Python 3.10 or newer and a package index. Quick once the stamp fits pyproject.toml.
 
 TORCH=torch==2.13.0   # exact: a range could pull several gigabytes of another build

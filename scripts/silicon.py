@@ -31,6 +31,7 @@ TESTS = (
     "tests/device/test_cases.py",
     "tests/device/test_memory.py",
 )
+HANG_SECONDS = 900  # of one test; the slowest compile a kernel and compute gigabytes of float64 beside it
 CONTESTANTS = "ours,fa4,cudnn"
 POINTS = {"forward": ("blackwell-forward", "foundation"), "backward": ("blackwell-backward", "foundation-backward")}
 
@@ -40,7 +41,8 @@ def missing_gpu(torch: Any) -> str:
     wanted = "a data-centre Blackwell GPU (compute capability 10.0 or 10.3)"
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        why = "torch finds no GPU" if built else f"torch {torch.__version__} is built without CUDA"
+        finds = f"torch finds no GPU (is the driver new enough for CUDA {built}?)"
+        why = finds if built else f"torch {torch.__version__} is built without CUDA"
         return f"needs {wanted}, but {why}"
     capability = torch.cuda.get_device_capability()
     if capability not in CAPABILITIES:
@@ -70,17 +72,21 @@ def missing() -> list[str]:
 
 
 def correctness(log: Path) -> bool:
-    """The device tests of both directions; their report goes to `log` and to the screen."""
-    command = [sys.executable, "-m", "pytest", *TESTS, "-n", "0", "-ra"]
-    with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
+    """The device tests of both directions; their report goes to `log` and to the screen. A kernel that hangs ends them:
+    the thread that counts the seconds says where, and no signal would reach a process that waits for a GPU."""
+    limit = ["--timeout", str(HANG_SECONDS), "--timeout-method", "thread"]
+    command = [sys.executable, "-m", "pytest", *TESTS, "-n", "0", "-ra", *limit]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, **pipes) as tests:
         for line in tests.stdout or ():
             file.write(line)
             print(line, end="", flush=True)
     return tests.returncode == 0
 
 
-def measure(csv: Path, direction: str, quick: bool) -> int:
+def measure(csv: Path, direction: str, quick: bool, dry: bool) -> int:
     words = ["--points", POINTS[direction][quick], "--contestants", CONTESTANTS, "--out", str(csv)]
+    words += ["--dry"] if dry else []
     return subprocess.run([sys.executable, "-m", "perf.bench", *words], cwd=ROOT).returncode
 
 
@@ -88,23 +94,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/silicon", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a dozen shapes in place of the whole table")
     parser.add_argument("--out", type=Path, default=None, help="folder for the results; default silicon-GPU-DATE")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU: tries the script, measures nothing")
     args = parser.parse_args(argv)
-    if lacks := missing():
+    if lacks := [] if args.dry else missing():
         for sentence in lacks:
             print(f"scripts/silicon {sentence}", file=sys.stderr)
         return 2
     import torch
 
-    gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
+    gpu = "dry" if args.dry else re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     folder = (args.out or Path(f"silicon-{gpu}-{today}")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     tables, log = {direction: folder / f"{direction}.csv" for direction in POINTS}, folder / "correctness.log"
-    right = correctness(log)
-    if not right:
+    if not args.dry and not correctness(log):
         print(f"\nwrong results, or no kernel: no times are taken. Please send {log}", file=sys.stderr)
         return 1
-    outcome = max(measure(csv, direction, args.quick) for direction, csv in tables.items())
+    outcome = max(measure(csv, direction, args.quick, args.dry) for direction, csv in tables.items())
+    if args.dry:
+        print(f"\n--dry: correctness tests left out, nothing measured; the tables are in {folder}")
+        return outcome
     whole = "" if outcome == 0 else " (not finished: run scripts/silicon again, it goes on where it stopped)"
     print(f"\nplease send {', '.join(map(str, tables.values()))} and {log}{whole}")
     return outcome

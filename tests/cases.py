@@ -16,6 +16,7 @@ UNEQUAL = ((1, 1000), (1, 4096), (127, 1000), (300, 700), (1000, 129), (700, 300
 LENGTHS = tuple((s, s) for s in SEQLENS) + UNEQUAL
 HEADS = {1: (4, 4), 4: (8, 2), 7: (7, 1), 8: (8, 1)}  # group -> (heads_q, heads_kv)
 MASKS = (False, True)  # causal
+OWN_KERNELS = {(9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}  # compute capability -> backend; others: triton
 
 # Rounding errors are compared with another kernel's to 5%. With n elements the norm of such an error is known to about
 # 1/sqrt(2 n): 2**15 elements put 5% at about nine standard deviations of the difference.

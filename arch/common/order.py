@@ -73,6 +73,11 @@ def section_width(units: Int32, kv_bytes: Int32) -> Int32:
     return (units + sections - 1) // sections
 
 
+def last_section(units: Int32, kv_bytes: Int32) -> Int32:
+    """The first unit of the last section of longest_first, which is none of the wider ones."""
+    return units - units // _sections(units, kv_bytes)
+
+
 @cute.jit
 def longest_first(
     index: Int32, m_blocks: Int32, heads_q: Int32, batch: Int32, kv_bytes: Int32, group: Int32

@@ -5,15 +5,20 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 
-@cute.jit
-def wait_for(turns: cute.Tensor, part: Int32, turn: Int32):
-    """By one warp, until `part` was added to `turn` times. CTAs of lower index come first: they have started before."""
+def look(turns: cute.Tensor, part: Int32) -> Int32:
+    """How often `part` was added to."""
     address = (turns.iterator + part).toint()
-    seen = Int32(-1)
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )
+
+
+@cute.jit
+def wait_for(turns: cute.Tensor, part: Int32, turn: Int32, seen: Int32):
+    """By one warp, until `part` was added to `turn` times. `seen`: what it saw before, or -1. Who comes first must have
+    taken its unit before: it waits for nobody who has not started."""
     while seen != turn:
-        seen = cute.arch.inline_ptx(
-            "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
-        )
+        seen = look(turns, part)
     cute.arch.inline_ptx("fence.proxy.async.global;")
 
 

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
-from ..common.numeric import EXP2_DEGREE, exp2, exp2_polynomial, finite_or_zero, mul_rn, pack_pair
+from ..common.numeric import EXP2_DEGREE, exp2, exp2_polynomial, finite_or_nan, finite_or_zero, mul_rn, pack_pair
 from ..common.rowstate import RowState
 from .mask import Visible, mask_row
 from .memory import ForwardShape, load_columns, store_columns
@@ -62,12 +62,17 @@ def _cap_row(scores: cute.Tensor, slope: Float32):
         scores[c], scores[c + 1] = cute.arch.fma_packed_f32x2(pair, (-2.0, -2.0), (1.0, 1.0))
 
 
+def _larger(a: Float32, b: Float32) -> Float32:
+    """NaN if either is: the polynomial, which clamps what it is given, would hide a score that is NaN."""
+    return cute.arch.fmax(a, b, nan=True)
+
+
 def _row_maximum(scores: cute.Tensor, start: Float32) -> Float32:
     """Several chains: three-input maxima have a latency, and one chain of them would pay it 64 times."""
     chains = [start, *(scores[c] for c in range(CHAINS - 1))]
     for c in range(CHAINS - 1, cute.size(scores)):
-        chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], scores[c])
-    return cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
+        chains[c % CHAINS] = _larger(chains[c % CHAINS], scores[c])
+    return _larger(_larger(chains[0], chains[1]), _larger(chains[2], chains[3]))
 
 
 @cute.jit
@@ -85,6 +90,8 @@ def _new_reference(scores: cute.Tensor, context: SoftmaxContext, masked: cutlass
     subtrahend = mul_rn(new, scale)
     if cutlass.const_expr(masked):
         subtrahend = finite_or_zero(subtrahend)
+    else:
+        subtrahend = finite_or_nan(subtrahend)
     growth = mul_rn(old, scale) - subtrahend  # at most 0; -inf at the first visible key
     rescale = exp2(growth)
     if growth >= KEEP and state.total[0] >= SETTLED:

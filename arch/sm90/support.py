@@ -1,13 +1,14 @@
 """What the Hopper kernels can do: one sentence per limit, with the number."""
 
 from cute_flash.spec.device import Device
-from cute_flash.spec.problem import CACHE, DENSE, Problem
+from cute_flash.spec.problem import BACKWARD, CACHE, DENSE, FORWARD, PACKED, Problem
 
 from ..common.support import refuse_call
 from .cached.tiles import TILE_N, page_fits
 
 CAPABILITY = (9, 0)
 FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
+FORMS = {FORWARD: (DENSE, PACKED, CACHE), BACKWARD: (DENSE,)}
 
 
 def native(device: Device) -> bool:
@@ -21,7 +22,7 @@ def refuse(problem: Problem) -> tuple[str, ...]:
     if not native(device):
         major, minor = device.capability
         return (f"runs on compute capability 9.0 (wgmma), this GPU has {major}.{minor}",)
-    return refuse_call(problem, FEATURES, forms=(DENSE, CACHE)) + (
+    return refuse_call(problem, FEATURES, forms=FORMS[problem.direction]) + (
         _refuse_cache(problem) if problem.form == CACHE else ()
     )
 

@@ -9,6 +9,7 @@ import torch
 from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.problem import CACHE, CACHE_FEW, Problem
+from ..spec.scratch import ScratchRule
 from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
 from . import dispatch, launch, report, request
 from .dispatch import Decision
@@ -107,11 +108,16 @@ def _new_fit(new: torch.Tensor, old: torch.Tensor, batch: int) -> bool:
     )
 
 
-def autocast(q: Any, cache: Cache) -> Any:
-    """q as autocast casts it to go with another dtype's cache; the caches stay what they are."""
-    if not isinstance(q, torch.Tensor) or not isinstance(cache.k, torch.Tensor) or q.dtype == cache.k.dtype:
-        return q
-    return request.autocast(q, cache.k, cache.k)[0]
+def autocast(q: Any, cache: Cache) -> tuple[Any, Cache]:
+    """q and the new keys as autocast casts what goes with a cache of another dtype; the caches stay what they are."""
+    k_new, v_new = _to_go_with(cache.k_new, cache.k), _to_go_with(cache.v_new, cache.v)
+    return _to_go_with(q, cache.k), cache._replace(k_new=k_new, v_new=v_new)
+
+
+def _to_go_with(new: Any, cached: Any) -> Any:
+    if not isinstance(new, torch.Tensor) or not isinstance(cached, torch.Tensor) or new.dtype == cached.dtype:
+        return new
+    return request.cast(new, torch.get_autocast_dtype(new.device.type)) if request.is_autocast(new.device) else new
 
 
 def check(q: torch.Tensor, cache: Cache, values: bool = True) -> None:
@@ -235,7 +241,8 @@ class CacheCall:
         self._tile_m, self._options = decision.plan.tile.tile_m, options
         self._sharing = sharing_of(decision.plan, problem.device.sm_count)
         self._aligns = decision.backend.row_alignment > 0
-        self._scratch = decision.backend.scratch(decision.plan)
+        scratch = decision.backend.scratch(decision.plan)
+        self._scratch = scratch if isinstance(scratch, ScratchRule) else None
         self._nothing = q.new_empty(0, dtype=torch.float32)
         self.scale = request.default_scale(problem.head_dim)
 

@@ -19,6 +19,9 @@ cu_seqlens  (sequences + 1,) int32, contiguous, on the operands' device: sequenc
             zero gradients; no row reads what belongs to another sequence, NaN included. The office has not read the
             values: out of order they may give any numbers, but nothing is read or written outside the operands.
 
+A packed forward may want scratch (see `scratch`, a TableRule): its kernel takes (elements,) int32, as it comes, after
+these numbers.
+
 A Plan whose form is "cache" (forward only) runs few query rows over a cache. Its k and v are
 (cache rows, length, heads_kv, dim), or with a page_size (pages, page_size, heads_kv, dim), and seven operands stand
 before the scale:
@@ -50,8 +53,6 @@ A Plan that `draws` has kernels that take one more operand, the last:
 
 counter  (1,) int32, zero before and after; no other launch that may run at the same time is given it
 
-A backend may have a `caveat`, which `explain` shows beside its plans.
-
 A backend may offer a second forward for calls whose query tiles are too few to fill the GPU (see `split`):
 
     kernel(q, k, v, out, lse, scale[, left, right, softcap], o_partial, state_partial)
@@ -75,7 +76,7 @@ from typing import Any, Protocol
 from .device import Device
 from .plan import Plan
 from .problem import Problem
-from .scratch import ScratchRule
+from .scratch import ScratchRule, TableRule
 
 
 class Backend(Protocol):
@@ -85,6 +86,10 @@ class Backend(Protocol):
 
     def native(self, device: Device) -> bool:
         """Is this backend the one made for the device? A native backend's refusal is a fallback, said aloud."""
+        ...
+
+    def caveat(self, device: Device) -> str:
+        """What a user of it on this device should know, which `explain` shows beside its plans; mostly nothing."""
         ...
 
     def refuse(self, problem: Problem) -> Sequence[str]:
@@ -99,7 +104,7 @@ class Backend(Protocol):
         """The plan that shares a query tile among CTAs, each with a run of keys; None where there is none."""
         ...
 
-    def scratch(self, plan: Plan) -> ScratchRule | None:
+    def scratch(self, plan: Plan) -> ScratchRule | TableRule | None:
         """What the plan's kernel wants beside its operands; None: it takes no such operand."""
         ...
 

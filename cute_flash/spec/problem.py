@@ -6,7 +6,7 @@ from .device import Device
 from .mask import FULL, Mask
 
 FORWARD, BACKWARD = "forward", "backward"
-SHORT_KEYS = 1024  # up to here a forward counts as short
+SHORT_KEYS = 1024  # up to here a call counts as short
 # How sequences lie in the operands, see backend.py.
 DENSE, PACKED, CACHE = "dense", "packed", "cache"
 FEW = (16, 32, 64)  # what the longest of packed sequences is rounded up to where it is that short
@@ -29,7 +29,7 @@ class Problem:
     deterministic: bool = False
     ieee_float32: bool = True  # float32 matmuls must not round to TF32
     features: frozenset[str] = frozenset()  # options beyond the plain call, by public name such as "softcap"
-    short: bool = False  # forward only: seqlen_k <= SHORT_KEYS, where smaller tiles may win
+    short: bool = False  # seqlen_k <= SHORT_KEYS, where another plan may win
     form: str = DENSE
     few_rows: int = 0  # PACKED: no sequence has more query rows, as the caller says; one of FEW, 0 = more or not said
     few_keys: int = 0

@@ -63,6 +63,19 @@ def test_case36_scratch_above_2_31_elements(batch, seqlen_q, heads, empty_cache)
     check_spots(grads, [q, k, v, dout], oracle.backward)
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+def test_batch_beyond_a_grid_axis(dims, deterministic, empty_cache):
+    """More sequences than a grid has along y or z, each far shorter than a tile."""
+    batch = 65536 + 3
+    q, k = (normal(batch, length, 1, dims[0], seed=length) for length in (5, 7))
+    v, dout = (normal(batch, length, 1, dims[1], seed=9 + length) for length in (7, 5))
+    (out, _), grads = runner(None).gradients(q, k, v, dout, causal=True, deterministic=deterministic)
+    exact = [oracle.forward(q, k, v, causal=True).out, *oracle.backward(q, k, v, dout, causal=True)]
+    for value, right in zip([out, *grads], exact, strict=True):
+        assert oracle.relative_error(value, right) <= 3 * HALF_ULP[torch.bfloat16]  # P, dS, and the result
+
+
 @pytest.mark.parametrize("backend", FAST)
 def test_case38_keys_above_2_31_elements(backend, empty_cache):
     batch, seqlen = 704, 24000

@@ -145,7 +145,7 @@ def test_float64_goes_to_the_reference():
 
 def test_a_gpu_with_kernels_of_its_own_uses_them():
     q = torch.zeros(1, 128, 1, 64, dtype=torch.bfloat16, device=DEVICE)
-    expected = {(9, 0): "sm90"}.get(CAPABILITY, "triton")
+    expected = cases.OWN_KERNELS.get(CAPABILITY, "triton")
     assert cute_flash.explain(q, q, q).backend.name == expected
 
 

@@ -280,6 +280,22 @@ def test_tiles_outside_a_window_are_not_visited():
     assert oracle.relative_error(answer.out[:, :128], exact.out[:, :128]) < 4e-3
 
 
+@pytest.mark.parametrize("hard", [float("nan"), float("inf"), -float("inf")])
+def test_a_score_that_is_no_number_shows_in_the_rows_that_see_it(hard, poisoned_empty):
+    """Whichever pipe computes its exponential: that of key 6 the FMA pipe does, whose clamp makes NaN a tiny number,
+    for the rows from 128 on. A score of -inf weighs nothing."""
+    inputs = make_inputs(causal(64, (257, 257)))
+    inputs.q.abs_()
+    inputs.k[0, 6] = hard
+    answer = attend(inputs, True, 1, arch="sm_100a", **Schedule("late", "random", 6).knobs)
+    exact = oracle.forward(*inputs.qkv, causal=True)
+    right = slice(None) if hard == -float("inf") else slice(6)
+    assert oracle.relative_error(answer.out[:, right], exact.out[:, right]) < 4e-3
+    assert oracle.lse_excess(answer.lse[..., right], exact.lse[..., right]) <= 1
+    if hard != -float("inf"):
+        assert answer.out[:, 6:].isnan().all() and answer.lse[..., 6:].isnan().all()
+
+
 def test_without_lse(poisoned_empty):
     """A kernel of its own: what inference calls."""
     each = causal(64, (65, 129), heads=(2, 1))

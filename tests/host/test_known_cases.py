@@ -11,6 +11,7 @@ from cute_flash.arch import BACKENDS
 from cute_flash.arch.reference import forward as reference_forward
 from cute_flash.spec.device import Device
 from tests import oracle
+from tests.cases import OWN_KERNELS
 from tests.known_cases import CASES
 from tests.runner import Runner
 
@@ -45,17 +46,7 @@ def test_case47_meta_tensors_agree_with_real_ones():
             torch.library.opcheck(getattr(torch.ops.cute_flash, operator), (*inputs, *words))
 
 
-CAPABILITIES = {
-    (8, 0): "triton",
-    (8, 6): "triton",
-    (8, 9): "triton",
-    (9, 0): "sm90",
-    (10, 0): "sm100",
-    (10, 3): "sm100",
-    (11, 0): "triton",
-    (12, 0): "triton",
-    (12, 1): "triton",
-}
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
@@ -63,7 +54,7 @@ def test_case58_capability_table(capability):
     """wgmma only on 9.0, tcgen05 only on 10.0 and 10.3; everything else is Triton's."""
     device = Device("cuda", 0, "simulated", capability, 132)
     special = {backend.name for backend in BACKENDS if backend.name in ("sm90", "sm100") and backend.native(device)}
-    assert special == ({CAPABILITIES[capability]} - {"triton"})
+    assert special == {OWN_KERNELS[capability]} if capability in OWN_KERNELS else not special
 
 
 def test_case59_out_of_memory_is_no_reason_to_fall_back(monkeypatch):

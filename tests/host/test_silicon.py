@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from perf import baselines, points
+from perf import baselines, points, records
 from scripts import silicon
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def fake_torch(capability, available=True, cuda="13.0") -> SimpleNamespace:
 @pytest.mark.parametrize(
     "torch, sentence",
     [
-        (fake_torch(None, available=False), "but torch finds no GPU"),
+        (fake_torch(None, available=False), "but torch finds no GPU (is the driver new enough for CUDA 13.0?)"),
         (fake_torch(None, available=False, cuda=None), "but torch 2.13.0 is built without CUDA"),
         (fake_torch((9, 0)), "but NVIDIA Imagined has 9.0"),
         (fake_torch((12, 0)), "but NVIDIA Imagined has 12.0"),
@@ -60,7 +60,7 @@ def test_wrong_results_are_not_timed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(silicon, "missing", list)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA B200")
     monkeypatch.setattr(silicon, "correctness", lambda log: False)
-    monkeypatch.setattr(silicon, "measure", lambda csv, direction, quick: pytest.fail("timed"))
+    monkeypatch.setattr(silicon, "measure", lambda *_: pytest.fail("timed"))
     assert silicon.main(["--out", str(tmp_path)]) == 1
     assert "correctness.log" in capsys.readouterr().err
 
@@ -69,10 +69,35 @@ def test_right_results_are_timed_and_the_csv_is_named(monkeypatch, tmp_path, cap
     monkeypatch.setattr(silicon, "missing", list)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA B200")
     monkeypatch.setattr(silicon, "correctness", lambda log: True)
-    monkeypatch.setattr(silicon, "measure", lambda csv, direction, quick: 0)
+    monkeypatch.setattr(silicon, "measure", lambda *_: 0)
     assert silicon.main(["--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert str(tmp_path / "forward.csv") in said and str(tmp_path / "backward.csv") in said
+
+
+def test_a_test_that_hangs_ends_the_run_and_the_log_says_which(monkeypatch, tmp_path, capsys):
+    """As a kernel would that never ends: nothing but the death of the process stops it."""
+    hangs = tmp_path / "test_hangs.py"
+    hangs.write_text("import time\n\ndef test_that_never_ends():\n    time.sleep(600)\n")
+    monkeypatch.setattr(silicon, "TESTS", (str(hangs),))
+    monkeypatch.setattr(silicon, "HANG_SECONDS", 1)
+    assert not silicon.correctness(tmp_path / "log")
+    said = (tmp_path / "log").read_text()
+    assert "Timeout" in said and "test_that_never_ends" in said and said == capsys.readouterr().out
+
+
+def test_dry_needs_no_gpu_and_measures_nothing(monkeypatch, tmp_path, capfd):
+    """A rehearsal with the real table's code: rows without a GPU's name or a time of a rival."""
+    monkeypatch.setattr(silicon, "missing", lambda: pytest.fail("asked for a GPU"))
+    small = "d=64,mask=full,S=4096"
+    monkeypatch.setattr(silicon, "POINTS", {"forward": ("", small), "backward": ("", f"{small},pass=bwd")})
+    assert silicon.main(["--dry", "--quick", "--out", str(tmp_path)]) == 0
+    assert "nothing measured" in capfd.readouterr().out
+    for name in silicon.POINTS:
+        rows = records.read([tmp_path / f"{name}.csv"])
+        assert {row["contestant"] for row in rows} == set(silicon.CONTESTANTS.split(","))
+        assert all("needs a CUDA GPU" in row["note"] for row in rows if row["contestant"] != "ours")
+    assert not (tmp_path / "correctness.log").exists()
 
 
 def test_what_it_runs_exists():

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...common.turns import pass_on, wait_for
+from ...common.turns import look, pass_on, wait_for
 from ..schedule import WARPGROUP
 from .memory import dq_chunks
 from .pipeline import DQ_EMPTY, DQ_FULL, DQ_THREADS
@@ -27,18 +27,24 @@ def hand_over_dq(dq: cute.Tensor, parts: cute.Tensor, group: Int32, thread: Int3
     cute.arch.barrier_arrive(barrier_id=DQ_FULL + group, number_of_threads=DQ_THREADS)
 
 
-@cute.jit
-def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, order: tuple):
-    """One warp: offers the room, waits for a part of dQ and adds it to global memory.
-
-    parts: (elements, parts) in shared memory, sums: the same tile in global memory. `order`: (turns, turn) where
-    CTAs add in turn, see common/delta.py, else (None, 0).
-    """
-    turns, turn = order
+def offer_room(group: Int32):
+    """By the warp that adds a part of dQ to global memory: the next may be left in shared memory."""
     cute.arch.barrier_arrive(barrier_id=DQ_EMPTY + group, number_of_threads=DQ_THREADS)
+
+
+@cute.jit
+def offer_room_if(wanted, group: Int32):
+    if wanted:
+        offer_room(group)
+
+
+@cute.jit
+def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32):
+    """One warp, which has offered the room: waits for a part of dQ and adds it to global memory.
+
+    parts: (elements, parts) in shared memory, sums: the same tile in global memory.
+    """
     cute.arch.barrier(barrier_id=DQ_FULL + group, number_of_threads=DQ_THREADS)
-    if cutlass.const_expr(turns is not None):
-        wait_for(turns, group, turn)
     size = cute.size(parts, mode=[0])
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
@@ -51,5 +57,23 @@ def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, order: tuple):
         )
     cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
-    if cutlass.const_expr(turns is not None):
-        pass_on(turns, group)
+
+
+@cute.jit
+def add_dq_in_turn(parts: cute.Tensor, sums: cute.Tensor, group: Int32, now: tuple, after: tuple) -> Int32:
+    """The same once it is its turn. The room is offered again, and the next turn looked up, while the addition is on
+    its way: the matmuls do not wait for that.
+
+    `now`: (turns, turn, how often it was seen to be added to), see common/turns.py; `after`: (turns of the tile after
+    this one, is there one in the unit). -> how often that was added to, -1 if there is none
+    """
+    turns, turn, seen = now
+    turns_after, more = after
+    wait_for(turns, group, turn, seen)
+    add_dq(parts, sums, group)
+    seen = Int32(-1)
+    if more:
+        offer_room(group)
+        seen = look(turns_after, group)
+    pass_on(turns, group)
+    return seen

@@ -8,10 +8,39 @@ import cutlass.pipeline as pipelines
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
-from ...common.keyunits import Unit
+from cute_flash.spec.plan import Tile
+
+from ...common.keyunits import Unit, first_stop, next_stop
 from .memory import TmaSource
 from .pipeline import BackwardPipelines
 from .schedule import LOAD_WARP
+
+
+class Sources(NamedTuple):
+    """What a kernel reads through TMA."""
+
+    q: TmaSource
+    k: TmaSource
+    v: TmaSource
+    do: TmaSource
+
+
+def sources_of(moved: tuple, layouts: NamedTuple, tile: Tile, widths: tuple[int, int, int]) -> Sources:
+    """`moved`: (q, k, v, do), modes (batch, seqlen, heads, head_dim); `widths`: (of q, of k, of v and do)."""
+
+    def source(tensor, layout, rows, width):
+        view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+        box, op = cute.slice_(layout, (None, None, 0)), cpasync.CopyBulkTensorTileG2SOp()
+        return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (rows, width)))
+
+    q, k, v, do = moved
+    width_q, width_k, width_v = widths
+    return Sources(
+        q=source(q, layouts.q, tile.tile_m, width_q),
+        k=source(k, layouts.k, tile.tile_n, width_k),
+        v=source(v, layouts.v, tile.tile_n, width_v),
+        do=source(do, layouts.do, tile.tile_m, width_v),
+    )
 
 
 class TileCopy(NamedTuple):
@@ -68,20 +97,21 @@ def prefetch_descriptors(warp: Int32, sources: tuple):
 
 
 @cute.jit
-def feed_unit(pipes: BackwardPipelines, states: tuple, feed: Feed, unit: Unit):
+def feed_unit(pipes: BackwardPipelines, states: tuple, feed: Feed, unit: Unit, in_turn: cutlass.Constexpr):
     """K comes last of the first four: its room is given back last. -> the states moved on"""
     kv_state, q_state, do_state = states
-    for member in cutlass.range(unit.group, unroll=1):
-        for step in cutlass.range(unit.tiles.count, unroll=1):
-            head, at = unit.head_first + member, unit.tiles.first + step
-            fetch_queries(pipes, q_state, feed, at, head)
-            q_state.advance()
-            if member + step == 0:
-                fetch(pipes.v, kv_state, feed.v, unit.key_block, unit.head_kv)
-            fetch(pipes.do, do_state, feed.do, at, head)
-            do_state.advance()
-            if member + step == 0:
-                fetch(pipes.k, kv_state, feed.k, unit.key_block, unit.head_kv)
+    stop = first_stop(unit, in_turn)
+    for step in cutlass.range(unit.tiles.count * unit.group, unroll=1):
+        at, head = stop[0], unit.head_first + stop[1]
+        fetch_queries(pipes, q_state, feed, at, head)
+        q_state.advance()
+        if step == 0:
+            fetch(pipes.v, kv_state, feed.v, unit.key_block, unit.head_kv)
+        fetch(pipes.do, do_state, feed.do, at, head)
+        do_state.advance()
+        if step == 0:
+            fetch(pipes.k, kv_state, feed.k, unit.key_block, unit.head_kv)
+        stop = next_stop(stop, unit, in_turn)
     if unit.tiles.count <= 0:
         fetch(pipes.v, kv_state, feed.v, unit.key_block, unit.head_kv)
         fetch(pipes.k, kv_state, feed.k, unit.key_block, unit.head_kv)
