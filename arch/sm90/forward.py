@@ -177,6 +177,7 @@ class ForwardSm90(ForwardEntry):
                 done=make_row_state(2),
                 scale_log2=scale_log2,
                 thread=thread - WARPGROUP,
+                group=group,
                 turn=turn_of(group, schedule),
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),

@@ -237,4 +237,4 @@ class PackedUnits(Units):
         else:
             tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, *seqlens, self.mask.causal)
         tiles = never_none(tiles, (place.k.count + tile.tile_n - 1) // tile.tile_n)
-        return Unit(ticket.work, row_start, ticket.split, tiles, place)
+        return Unit(ticket.work, row_start, ticket.split, tiles, Int32(0), Int32(0), place)

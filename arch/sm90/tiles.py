@@ -24,6 +24,11 @@ WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every t
 # +1.8 +2.7, causal 4096 +1.2.
 # ahead (process 6): all of the softmax before the wait for P V loses 3 to 8% everywhere, half of it 1 to 3% at d=64
 # and 96. With votes and late it gains at d=128 causal 4096 +2.5, 16384 +2.8 (1024 +0.4), at d=192 full 2048 +1.9.
+# skips (percent of the kernel without, S=512 1024 2048 4096 16384, perf/NOTES.md, "what the diagonal hides"): d=192
+# causal +3.6 +3.5 +3.8 +1.8 +0.4; d=256 causal +2.9 +3.6 +3.5 +2.0 +0.7, with triples +2.5 +3.2 +4.4 +2.5 +0.9;
+# (192,128) causal +2.2 +2.1, with votes +2.3 +3.1. It loses 2% at d=64 and 96 causal from 4096 on. halves: d=64 causal
+# +6.1 +5.7; -0.8 and -2.3 at 2048 and 16384; d=128 causal +1.6 +0.5 +0.6 +0.3 +0.4. triples: d=256 full +0.3 +1.3 +2.2
+# +1.7 +1.7; d=64 and (192,128) lose 1 to 2, others 0.
 FORWARD = {
     # S=16384: 537, against 493 for 192x112, 391 for 128x128
     (64, 64, "full"): Tile(192, 128, stages=2, votes=True),
@@ -44,18 +49,20 @@ FORWARD = {
     # S=16384: 724, against 704 for 128x96; S=4096: 697 (695 without ahead), against 666 for 128x80
     (192, 192, "full"): Tile(128, 112, stages=2, ahead=14),
     # S=16384: 792, against 745 for 128x96
-    (192, 192, "causal"): Tile(128, 112, stages=2),
+    (192, 192, "causal"): Tile(128, 112, stages=2, skips=True),
     # S=16384: 707, against 662 for 128x64
-    (256, 256, "full"): Tile(128, 80, stages=2, votes=True),
+    (256, 256, "full"): Tile(128, 80, stages=2, votes=True, triples=True),
     # S=16384: 685, against 661 for 128x64
-    (256, 256, "causal"): Tile(128, 80, stages=2, votes=True),
+    (256, 256, "causal"): Tile(128, 80, stages=2, votes=True, skips=True, triples=True),
 }
 
 # The same where there are at most problem.SHORT_KEYS keys (perf/results/hopper_schedules.csv): a tile is a few steps
 # long there, and a narrower one wastes less above the diagonal and past the last key.
 SHORT = {
+    # S=512: 416, against 408 for two stages; S=1024: 447 against 445
+    (64, 64, "full"): Tile(192, 128, stages=3, votes=True),
     # S=512: 270, against 239 for 192x128; S=1024: 334 against 305 (S=2048: 417 against 443)
-    (64, 64, "causal"): Tile(128, 128, stages=2),
+    (64, 64, "causal"): Tile(128, 128, stages=2, halves=True),
     # S=512: 491, against 449 for 192x112, 426 for 192x96; S=1024: 560, 512, 522 (S=2048: 602, 645, 634)
     (96, 96, "full"): Tile(128, 128, stages=2, late=True),
     # S=512: 307, against 245 for 192x96; S=1024: 412 against 336 (S=2048: 522 against 525)
@@ -63,13 +70,13 @@ SHORT = {
     # S=1024: 475, against 468 for the row of longer ones
     (128, 128, "causal"): Tile(128, 128, stages=2),
     # S=512: 352, against 329 for 128x128, 320 for 128x96; S=1024: 476, 466, 462 (S=2048: 580, 606, 599)
-    (192, 128, "causal"): Tile(128, 64, stages=2, late=True),
+    (192, 128, "causal"): Tile(128, 64, stages=2, votes=True, late=True, skips=True),
     # S=512: 518, against 506 for 128x112, 522 for 128x64; S=1024: 655, 611, 631 (S=2048: 725, 715, 704)
     (192, 192, "full"): Tile(128, 80, stages=2),
     # S=512: 349, against 305 for 128x112, 333 for 128x80; S=1024: 491, 456, 487 (S=2048: 613, 605, 625)
-    (192, 192, "causal"): Tile(128, 64, stages=2),
+    (192, 192, "causal"): Tile(128, 64, stages=2, skips=True),
     # S=512: 351, against 332 for 128x80; S=1024: 494, 478 (S=2048: 617, 614)
-    (256, 256, "causal"): Tile(128, 64, stages=2),
+    (256, 256, "causal"): Tile(128, 64, stages=2, skips=True),
 }
 
 DRAWN_FULL = {(64, 64), (192, 192)}  # see draws
@@ -150,10 +157,12 @@ PACKED_FEW = Tile(64, 64, stages=2)
 
 
 def packed_tile(problem: Problem, softcap: bool) -> Tile:
-    """As dense calls', where sequences are not all too short for it."""
+    """As dense calls', where sequences are not all too short for it; every warpgroup walks all key tiles of a unit."""
     if problem.few_rows:
         return PACKED_FEW
-    return forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask), problem.short and not softcap, softcap)
+    short = problem.short and not softcap
+    tile = forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask), short, softcap)
+    return replace(tile, skips=False, halves=False)
 
 
 def drawn_together(tile: Tile) -> int:
