@@ -15,11 +15,10 @@ from .spec import device as device_facts
 from .spec import settings
 from .spec.problem import SHORT_KEYS
 
-# (what a kernel depends on, shapes and strides left out) -> Call. Bounded because a key holds settings.generation.
+# (what a kernel depends on, shapes and strides left out) -> Call.
 # The types keep out DTensor, FakeTensor and their like: their data pointer is null, and a kernel would follow it.
 # `is True` asks nothing of a symbolic length: a traced call ends in the cold path without a guard on it.
 _warm: dict[tuple[Any, ...], Call] = {}
-_WARM_MAX = 4096
 
 _is_grad_enabled = torch.is_grad_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
@@ -144,10 +143,7 @@ def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None)
         return (out, lse) if options.return_lse else out
     call = _warm.get(key)
     if call is None:
-        call = launch.prepare(q, k, v, options)
-        if len(_warm) >= _WARM_MAX:
-            _warm.clear()
-        _warm[key] = call
+        call = ops.remember(_warm, key, launch.prepare(q, k, v, options))
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
     if call.grad:

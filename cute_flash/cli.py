@@ -87,8 +87,8 @@ def _plain(value: Any) -> Any:
 
 
 def _short(decision: dispatch.Decision, backend: str | None) -> list[str]:
-    """What a forward over few keys runs, where it is another plan: a call is described without its lengths here."""
-    if decision.problem.direction != FORWARD or decision.problem.form == CACHE:
+    """What runs over few keys, where it is another plan: a call is described without its lengths here."""
+    if decision.problem.form != DENSE:
         return []
     plan = dispatch.choose(replace(decision.problem, short=True), backend).plan
     return [f"  up to {SHORT_KEYS} keys: {plan}"] if plan != decision.plan else []

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .runtime import autograd, cache_ops, caches, dispatch, report, request, substitution
+from .runtime import autograd, cache_ops, caches, dispatch, ops, report, request, substitution
 from .runtime.caches import Cache, CacheCall
 from .runtime.dispatch import Decision
 from .runtime.request import SCALE_MAX, SCALE_MIN, Options
@@ -14,11 +14,9 @@ from .spec import settings
 from .spec.device import Device
 
 _warm: dict[tuple[Any, ...], CacheCall] = {}
-_WARM_MAX = 4096
 
 _is_grad_enabled = torch.is_grad_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
-_float32 = torch.float32
 
 TABLES = ("cache_seqlens", "page_table", "cache_batch_idx")
 
@@ -58,7 +56,8 @@ def attention_kvcache(
             nothing. Any page_size.
         cache_batch_idx: (batch,) int32: which cache row belongs to each row of q; not with a page_table.
         k_new, v_new: (batch, new keys, heads_kv, dim): written into the caches after each row's last key, in place,
-            and then part of it. What a row has no room for is dropped.
+            and then part of it. What a row has no room for is dropped. No two rows may write to one place (a cache
+            row named twice, a page that both end in): refused on the CPU, while on a GPU one of them is kept.
         num_splits: how many programs share the keys of a row; None: chosen from the cache's length and the GPU, never
             from lengths on the device. Results differ by rounding.
         batch_invariant: a row's result depends, bit for bit, on nothing but the row: keys are shared out in runs of a
@@ -90,8 +89,8 @@ def attention_kvcache(
                 kind, bounds = request.bounds(False, window and (window[0], None), softcap)
             key = (
                 dtype, q.device, type(q), seqlen_q, heads_q, head_dim, k_cache.shape[2], v_cache.shape[3], kind,
-                return_lse, cache.page_size, backend, settings.generation,
-                dtype is not _float32 or request.float32_kind(q.device),
+                return_lse, cache.page_size, cache_batch_idx is None, cache.appends, backend, settings.generation,
+                request.ieee_float32(dtype),
             )  # fmt: skip
             call = _warm.get(key) if caches.fit(q, cache) else None
         except (AttributeError, IndexError, TypeError, ValueError):
@@ -117,11 +116,23 @@ def _check_options(arguments: dict[str, Any], unknown: dict[str, Any]) -> Option
     return request.check_options(named, unknown, dispatch.backend_names(), "attention_kvcache")
 
 
+def _call(q: Any, cache: Cache, options: Options, splits: tuple[Any, Any]) -> Any:
+    """attention_kvcache of arguments that were looked at."""
+    k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, k_new, v_new = cache
+    return attention_kvcache(
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=page_table, cache_batch_idx=cache_batch_idx,
+        k_new=k_new, v_new=v_new, num_splits=splits[0], batch_invariant=splits[1],
+        **{name: getattr(options, name) for name in _OPTIONS},
+    )  # fmt: skip
+
+
 def _cold(q: Any, cache: Cache, options: Options, splits: tuple[Any, Any], key: tuple[Any, ...] | None) -> Any:
     """The first call of a kind, and every one out of the ordinary: checked in full, then as the warm path."""
     if request.is_traced(q, cache.k):
         return cache_ops.attention_kvcache(q, cache, options, splits)
-    q = caches.autocast(q, cache)
+    cast, cast_cache = caches.autocast(q, cache)
+    if cast is not q or any(new is not old for new, old in zip(cast_cache, cache, strict=True)):
+        return _call(cast, cast_cache, options, splits)
     caches.check(q, cache)
     num_splits, batch_invariant = splits[0], caches.check_splits(*splits)
     if any(x is not None and x.is_neg() for x in (cache.k, cache.v)):  # a copy would not be what is appended to
@@ -140,9 +151,7 @@ def _cold(q: Any, cache: Cache, options: Options, splits: tuple[Any, Any], key: 
     if call is None:
         call = CacheCall(q, cache, options)
         if key is not None:
-            if len(_warm) >= _WARM_MAX:
-                _warm.clear()
-            _warm[key] = call
+            ops.remember(_warm, key, call)
     numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
     out, lse = call(q, cache, numbers, num_splits, batch_invariant)
     return (out, lse) if options.return_lse else out

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .runtime import dispatch, packed, packed_ops, report, request, substitution
+from .runtime import dispatch, ops, packed, packed_ops, report, request, substitution
 from .runtime.dispatch import Decision
 from .runtime.launch import Call
 from .runtime.packed import Lengths
@@ -15,7 +15,6 @@ from .spec import settings
 from .spec.device import Device
 
 _warm: dict[tuple[Any, ...], Call] = {}
-_WARM_MAX = 4096
 
 _is_grad_enabled = torch.is_grad_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
@@ -82,7 +81,8 @@ def attention_varlen(
             lazy = q.is_neg() or k.is_neg() or v.is_neg()
             key = (
                 dtype, q.device, type(q), type(k), type(v), heads_q, heads_k, head_dim, head_dim_v, kind,
-                packed.kind(max_seqlen_q, max_seqlen_k), return_lse, deterministic or _torch_deterministic(),
+                packed.kind((max_seqlen_q, max_seqlen_k), (total_q, total_k), cu_seqlens_q.shape[0]),
+                return_lse, deterministic or _torch_deterministic(),
                 _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
                 backend, settings.generation, dtype is not _float32 or request.float32_kind(q.device),
             )  # fmt: skip
@@ -135,15 +135,12 @@ def _cold(qkv: tuple[Any, Any, Any], lengths: Lengths, options: Options, key: tu
     q, scale = request.positive_scale(q, options.scale)
     batch_of_one = packed.as_batch_of_one(q, k, v)
     if request.is_empty(q, k):
-        dispatch.choose(packed.describe(batch_of_one, lengths.kind, options), options.backend)
-        out, lse = packed.empty((q, k, v))
+        dispatch.choose(packed.describe(batch_of_one, lengths.kind(q, k), options), options.backend)
+        out, lse = packed.empty((q, k, v), lengths)
         return (out, lse) if options.return_lse else out
     call = _warm.get(key)
     if call is None:
-        call = packed.prepare(batch_of_one, lengths.kind, options)
-        if len(_warm) >= _WARM_MAX:
-            _warm.clear()
-        _warm[key] = call
+        call = ops.remember(_warm, key, packed.prepare(batch_of_one, lengths.kind(q, k), options))
     numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
     out, lse = packed.run(call, (q, k, v), lengths, numbers)
     return (out, lse) if options.return_lse else out
@@ -174,7 +171,7 @@ def explain(
     lengths, options = _checked(given)
     request.check_tensors(q, k, v, values=False, dims=3)
     packed.check_lengths(q, lengths)
-    return packed.decide(q, k, v, lengths.kind, options, device)
+    return packed.decide(q, k, v, lengths.kind(q, k), options, device)
 
 
 def _in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> Any:

@@ -22,7 +22,6 @@ from .spec.backend import Backend
 from .spec.device import Device
 from .spec.errors import UnsupportedError
 from .spec.plan import Plan
-from .spec.problem import BACKWARD
 
 
 class Kind(NamedTuple):
@@ -111,8 +110,6 @@ def variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[s
         lengths = (False, True)  # beyond SHORT_KEYS and up to there; most plans are the same
         grid = itertools.product(words.DIRECTIONS[which.direction], words.SWITCH[which.lse], lengths)
         for direction, lse, short in grid:
-            if short and direction == BACKWARD:
-                continue
             problem = replace(words.problem(device, kind.dtype, kind.dims, direction, options, lse), short=short)
             try:
                 decision = dispatch.choose(problem)

@@ -27,6 +27,7 @@ from . import points
 SMALL = points.point(64, "full", 128, batch=1, heads_q=8, heads_kv=8)  # where the launch costs more than the work
 CALLS, BATCHES = 100, 61  # few calls a batch: the launch queue (1024 deep, bounded in bytes too) never fills
 VARIANTS = ((64, False), (128, False), (128, True), (256, True))  # (head_dim, causal) of the first-launch table
+PREPARING = 0.7  # of --time-limit: cases that are not ready by then are left out
 # SDPA's graph has guards on divisibility of lengths: new shapes pass the compiler's limit of 8 graphs.
 ONE_SHAPE = ("fa2-compiled",)
 COMPILER = "cutlass"  # the package whose MLIR extension a cached kernel must not need
@@ -39,7 +40,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--skip-calls", action="store_true", help="only the first-launch table")
     add("--skip-kernels", action="store_true", help="only the cost of a call")
     add("--batches", type=int, default=BATCHES, help="batches of calls of each case")
-    add("--patience", type=int, default=30, help="seconds that a case may take to get ready (compiled ones compile)")
+    add(
+        "--patience", type=int, default=30, help="seconds to get a case ready, and for a batch of it (both may compile)"
+    )
     add("--time-limit", type=float, default=0.0, help="seconds until the last round of batches starts; 0 = no limit")
     add("--backend", default="", help="backend of the first-launch table; default the dispatcher's choice")
     add("--out", type=Path, default=None, help="JSON file for everything that was measured")
@@ -137,6 +140,8 @@ def prepare_case(case: Case, device: Any, calls: int) -> Callable[[], float]:
 @contextlib.contextmanager
 def _patience(seconds: int) -> Iterator[None]:
     """TimeoutError in the main thread once the time is over."""
+    if seconds < 1:
+        raise TimeoutError("no time left")
 
     def over(number: int, frame: object) -> None:
         raise TimeoutError(f"not ready in {seconds} s")
@@ -150,14 +155,16 @@ def _patience(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _prepare_all(cases: Sequence[Case], device: Any, calls: int, patience: int) -> Iterator[tuple[Case, Any]]:
+def _prepare_all(
+    cases: Sequence[Case], device: Any, calls: int, allowed: Callable[[], int]
+) -> Iterator[tuple[Case, Any]]:
     """(case, its batch) or (case, why it has none), said as they come: a compiler that hangs is seen to."""
     from .bench import reason
 
     for case in cases:
         start, found = time.perf_counter(), None
         try:
-            with _patience(patience):
+            with _patience(allowed()):
                 found = prepare_case(case, device, calls)
         except Exception as error:
             found = reason(error)
@@ -172,20 +179,27 @@ def measure_calls(names: Sequence[str], device: Any, args: argparse.Namespace) -
     from .series import quantile
 
     start = time.perf_counter()
+
+    def allowed(share: float = 1.0) -> int:
+        """Seconds that the next case or batch may take, of its patience and this share of the limit."""
+        left = share * args.time_limit - (time.perf_counter() - start) if args.time_limit else args.patience
+        return min(args.patience, int(left))
+
     calls, batches = (4, 2) if args.dry else (CALLS, args.batches)
     kinds = [(grad, fresh) for grad in (False, True) for fresh in (False, True)]
     cases = [Case(name, *kind) for kind in kinds for name in names if not (kind[1] and name in ONE_SHAPE)]
-    made = dict(_prepare_all(cases, device, calls, args.patience))
+    made = dict(_prepare_all(cases, device, calls, lambda: allowed(PREPARING)))
     rows: list[dict[str, Any]] = [{"case": str(c), "note": note} for c, note in made.items() if isinstance(note, str)]
     ready = {case: batch for case, batch in made.items() if not isinstance(batch, str)}
     times: dict[Case, list[float]] = {case: [] for case in ready}
     for done in range(batches):
-        if done and args.time_limit and time.perf_counter() - start > args.time_limit:
+        if done and allowed() < 1:
             break
         for case, batch in list(ready.items()):
             try:
-                times[case].append(batch())
-            except Exception as error:  # a compiled one that met more kinds of shapes than its compiler takes
+                with _patience(args.patience):
+                    times[case].append(batch())
+            except Exception as error:  # a compiled one that meets new shapes compiles again, and may not come back
                 del ready[case], times[case]
                 rows.append({"case": str(case), "note": reason(error)})
     for case, taken in times.items():

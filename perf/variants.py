@@ -63,7 +63,7 @@ def problem_of(point: points.Point, direction: str, sms: int, deterministic: boo
         heads_kv=point.heads_kv,
         mask=Mask(left=point.left is not None, right=point.causal, causal=point.causal),
         lse=True,
-        short=direction == FORWARD and point.seqlen_k <= SHORT_KEYS,
+        short=point.seqlen_k <= SHORT_KEYS,
         deterministic=deterministic,
     )
 

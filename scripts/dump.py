@@ -61,7 +61,7 @@ def plan_of(args: argparse.Namespace, point: points.Point) -> tuple[Any, Plan]:
         heads_kv=point.heads_kv,
         mask=Mask(left=point.left is not None, right=point.causal, causal=point.causal),
         lse=args.lse or point.direction == "bwd",
-        short=(args.short or point.seqlen_k <= SHORT_KEYS) and point.direction == "fwd",
+        short=args.short or point.seqlen_k <= SHORT_KEYS,
     )
     if refusals := backend.refuse(problem):
         raise SystemExit(f"{args.backend} refuses {problem}: {'; '.join(refusals)}")

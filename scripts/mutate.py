@@ -1,6 +1,7 @@
 """Mutation score of a kernel's synchronisation, emulated: drop each wait, arrive, barrier and fence in turn.
 
     python -m scripts.mutate --points d=128,mask=causal [--split] [--out perf/results/mutation_sm90.csv]
+    python -m scripts.mutate --backend sm100 --points pass=bwd,d=256,mask=full --launch 2
 
 A site counts as noticed when the emulator raises or the result is wrong under one of the schedules. No GPU is needed.
 """
@@ -46,7 +47,7 @@ class Subject:
     operands: tuple[Any, ...]  # q, k, v, out, lse, scale and scratch
     exact: tuple[torch.Tensor, ...]
     arch: str
-    main: int = 0  # which launch is scored
+    main: int = 0  # which launch is scored, counting from 0
     texts: list[str] = field(default_factory=list)  # PTX that ran
     kernels: list[str] = field(default_factory=list)  # entries of it that ran
 
@@ -128,7 +129,8 @@ def prepare(args: argparse.Namespace) -> Subject:
 
 
 def _prepare_backward(args: argparse.Namespace, point: points.Point, backend: Any, plan: Plan) -> Subject:
-    """The last tile of queries and that of keys are partial; the kernel after the one for delta is scored."""
+    """The last tile of queries and that of keys are partial; the kernel after the one for delta is scored, or the one
+    that args.launch names."""
     with settings.override(emulate=plan.arch), emulator.emulate(plan.arch):
         kernel = functools.partial(emulator.call, backend.build(plan, "--generate-line-info"))
     rows, keys = args.query_tiles * plan.tile.tile_m - 3, args.key_tiles * plan.tile.tile_n - 3
@@ -142,7 +144,7 @@ def _prepare_backward(args: argparse.Namespace, point: points.Point, backend: An
     grads, rule = [torch.empty_like(x) for x in (q, k, v)], backend.scratch(plan)
     scratch = () if rule is None else (torch.empty(rule.elements(1, 1, rows)),)
     operands = (do, q, k, v, out.detach().bfloat16(), lse.detach().float(), None, *grads, point.scale, *scratch)
-    return BackwardSubject(kernel, operands, exact, plan.arch, main=1)
+    return BackwardSubject(kernel, operands, exact, plan.arch, main=args.launch or 1)
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
@@ -196,11 +198,20 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--query-tiles", type=int, default=3)
     add("--key-tiles", type=int, default=4)
     add("--ctas", type=int, default=1, help="that share the query tiles: 1 takes them all in turn")
+    add("--launch", type=int, default=0, help="which of a backward's launches is scored; default 1, after delta's")
     add("--kinds", default="", help="comma-separated, as in cute_flash/emulator/mutate.py; default all")
     add("--out", type=Path, default=None, help="CSV to append to")
     args = parser.parse_args(argv)
     args.lse, args.capability, args.tile = True, "", ""
     return args
+
+
+def name_of(args: argparse.Namespace) -> str:
+    """Of the kernel that is scored, in a CSV: a Plan may have several, among which the number of key tiles decides."""
+    parts = [args.points] + ["split"] * args.split
+    if "pass=bwd" in args.points:
+        parts.append(f"key tiles={args.key_tiles}")
+    return ",".join(parts + [f"launch={args.launch}"] * bool(args.launch))
 
 
 COLUMNS = ("kernel", "kind", "python", "line", "site", "noticed", "how", "seconds")
@@ -209,7 +220,7 @@ COLUMNS = ("kernel", "kind", "python", "line", "site", "noticed", "how", "second
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     subject, report = prepare(args), Report()
-    name, rows = args.points + (",split" if args.split else ""), []
+    name, rows = name_of(args), []
     start = time.process_time()
     for outcome in judge(subject, args.kinds.split(",") if args.kinds else None):
         site, seconds = outcome.site, time.process_time() - start

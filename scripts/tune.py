@@ -113,7 +113,7 @@ class Bench:
             heads_kv=point.heads_kv,
             mask=Mask(left=point.left is not None, right=point.causal, causal=point.causal),
             lse=args.lse or point.direction == "bwd",
-            short=point.direction == "fwd" and point.seqlen_k <= SHORT_KEYS,
+            short=point.seqlen_k <= SHORT_KEYS,
         )
         if refusals := backend.refuse(problem):
             raise SystemExit(f"{args.backend} refuses {problem}: {'; '.join(refusals)}")

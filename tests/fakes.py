@@ -33,6 +33,9 @@ class FakeBackend:
     def native(self, device: Device) -> bool:
         return self.is_native
 
+    def caveat(self, device: Device) -> str:
+        return ""
+
     def refuse(self, problem: Problem) -> Sequence[str]:
         return tuple(self.refusals)
 

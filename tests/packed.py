@@ -67,6 +67,11 @@ def cases(**others) -> list[PackedCase]:
     return found
 
 
+# Hints, which may be wrong: the tiles of long sequences, and of short ones, whatever the lengths.
+LONG = {"max_seqlen_q": 4096, "max_seqlen_k": 4096}
+SHORT = {"max_seqlen_q": 64, "max_seqlen_k": 64}
+
+
 @dataclass(frozen=True)
 class Inputs:
     q: torch.Tensor  # (total_q, heads_q, head_dim)

@@ -85,6 +85,53 @@ class DrawnBoundedForwardEntry:
         self.run((q, k, v, o), lse, (scale, left, right, softcap), counter, stream)
 
 
+class PackedForwardEntry:
+    """For sequences that lie one after another; batch is 1."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor,  # (sequences + 1,) int32
+        cu_seqlens_k: cute.Tensor,
+        scale: Float32,
+        table: cute.Tensor,  # scratch, int32
+        counter: cute.Tensor,
+        stream,
+    ):
+        numbers, packed = (scale, None, None, None), (cu_seqlens_q, cu_seqlens_k, table)
+        self.run_packed((q, k, v, o), lse, numbers, packed, counter, stream)
+
+
+class PackedBoundedForwardEntry:
+    """The same for Plans that are not plain."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor | None,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        scale: Float32,
+        left: Int32,
+        right: Int32,
+        softcap: Float32,
+        table: cute.Tensor,
+        counter: cute.Tensor,
+        stream,
+    ):
+        numbers, packed = (scale, left, right, softcap), (cu_seqlens_q, cu_seqlens_k, table)
+        self.run_packed((q, k, v, o), lse, numbers, packed, counter, stream)
+
+
 class SplitForwardEntry:
     """For query tiles too few to fill the GPU: several CTAs share one, each with a run of keys."""
 

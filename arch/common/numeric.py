@@ -29,11 +29,11 @@ ROUNDER = 1.5 * 2.0**23  # adding it to |x| < 2^22 leaves no bits below the inte
 EXP2_FLOOR = -126.0  # below, the exponent field would wrap: a polynomial may start a little under 1
 
 
-def _bits(x: Float32) -> Int32:
+def bits(x: Float32) -> Int32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
-def _from_bits(x: Int32) -> Float32:
+def from_bits(x: Int32) -> Float32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
@@ -52,7 +52,7 @@ def exp2_polynomial(x: tuple[Float32, Float32], degree: int) -> tuple[Float32, F
     power = coefficients[-1]
     for c in reversed(coefficients[:-1]):
         power = cute.arch.fma_packed_f32x2(power, f, c)
-    low, high = (_from_bits(_bits(p) + (_bits(n) << 23)) for p, n in zip(power, shifted, strict=True))
+    low, high = (from_bits(bits(p) + (bits(n) << 23)) for p, n in zip(power, shifted, strict=True))
     return low, high
 
 
@@ -66,7 +66,7 @@ SIGNALING = 0x7FB12345  # a NaN that no arithmetic makes: its results are quiet
 
 def is_result(x: Float32) -> Boolean:
     """True for whatever an addition or exp2 gives, infinities and NaN included; the compiler cannot know."""
-    return _bits(x) != SIGNALING
+    return bits(x) != SIGNALING
 
 
 def mul_rn(a: Float32, b: Float32) -> Float32:

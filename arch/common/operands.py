@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from cute_flash.spec.plan import Plan
+from cute_flash.spec.problem import PACKED
 
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 
@@ -18,6 +19,10 @@ def _rows(dtype: type, sizes: tuple) -> cute.Tensor:
     step = 128 // dtype.width
     strides = (*(cute.sym_int64(divisibility=step) for _ in range(3)), 1)
     return make_fake_tensor(dtype, sizes, strides, assumed_align=16)
+
+
+def _words(count, align: int) -> cute.Tensor:
+    return make_fake_tensor(cutlass.Int32, (count,), (1,), assumed_align=align)
 
 
 def _partials(plan: Plan, rows: tuple) -> tuple[cute.Tensor, cute.Tensor]:
@@ -33,8 +38,8 @@ def _partials(plan: Plan, rows: tuple) -> tuple[cute.Tensor, cute.Tensor]:
 
 
 def compile_forward(kernel: Callable[..., Any], plan: Plan, split: bool, options: str = ""):
-    """kernel(q, k, v, out, lse, scale[, left, right, softcap][, o_partial, state_partial][, counter], stream),
-    compiled to a TVM-FFI function."""
+    """kernel(q, k, v, out, lse[, cu_seqlens_q, cu_seqlens_k], scale[, left, right, softcap][, o_partial, state_partial]
+    [, table][, counter], stream), compiled to a TVM-FFI function."""
     dtype = DTYPES[plan.dtype]
     batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
     head_dim, head_dim_v = cute.sym_int(), cute.sym_int()
@@ -42,6 +47,8 @@ def compile_forward(kernel: Callable[..., Any], plan: Plan, split: bool, options
     lse = None
     if plan.lse:
         lse = make_fake_tensor(cutlass.Float32, rows, (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4)
+    starts = cute.sym_int()
+    packed = plan.form == PACKED
     with warnings.catch_warnings():
         # the DSL advises against unrolled loops of 64 and more; loops over registers cannot be others
         warnings.filterwarnings("ignore", message="This static loop has")
@@ -52,10 +59,12 @@ def compile_forward(kernel: Callable[..., Any], plan: Plan, split: bool, options
             _rows(dtype, (batch, seqlen_k, heads_kv, head_dim_v)),
             _rows(dtype, (batch, seqlen_q, heads_q, head_dim_v)),
             lse,
+            *((_words(starts, 4), _words(starts, 4)) if packed else ()),
             cutlass.Float32(1.0),
             *(() if plan.plain else (cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(0.0))),
             *(_partials(plan, rows) if split else ()),
-            *((make_fake_tensor(cutlass.Int32, (1,), (1,), assumed_align=4),) if plan.draws else ()),
+            *((_words(cute.sym_int(), 16),) if packed else ()),
+            *((_words(1, 4),) if plan.draws else ()),
             make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --gpu-arch {plan.arch} {options}",
         )

@@ -1,6 +1,6 @@
 """Limits of a call that backends share whatever the GPU: one sentence each, with the number."""
 
-from cute_flash.spec.problem import CACHE, DENSE, PACKED, Problem
+from cute_flash.spec.problem import BACKWARD, CACHE, DENSE, PACKED, Problem
 
 DTYPES = ("bfloat16", "float16")  # of the CuTe-DSL kernels
 HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
@@ -13,7 +13,8 @@ def refuse_call(
     """On the right device. features: options beyond the plain call that the backend serves; forms likewise."""
     reasons = []
     if problem.form not in forms:
-        reasons.append(f"{CALLS[problem.form]} are not built yet")
+        backward = "the backward of " if problem.direction == BACKWARD else ""
+        reasons.append(f"{backward}{CALLS[problem.form]} {'is' if backward else 'are'} not built yet")
     if problem.dtype not in dtypes:
         reasons.append(f"dtype {problem.dtype} is not one of {', '.join(dtypes)}")
     for name, value in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

@@ -22,6 +22,9 @@ class ReferenceBackend:
     def native(self, device: Device) -> bool:
         return support.native(device)
 
+    def caveat(self, device: Device) -> str:
+        return ""
+
     def refuse(self, problem: Problem) -> Sequence[str]:
         return support.refuse(problem)
 

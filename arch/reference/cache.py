@@ -51,12 +51,25 @@ def _append(cache: Cache, lengths: list[int]) -> list[int]:
         return lengths
     made = [min(length + cache.k_new.shape[1], cache.capacity) for length in lengths]
     homes = [_homes(cache, row, length) for row, length in enumerate(made)]
+    _refuse_collisions(cache, homes, lengths, made)
     for row, (first, last) in enumerate(zip(lengths, made, strict=True)):
         for position in range(first, last):
             index, place = divmod(position, cache.k.shape[1])
             cache.k[homes[row][index], place] = cache.k_new[row, position - first]
             cache.v[homes[row][index], place] = cache.v_new[row, position - first]
     return made
+
+
+def _refuse_collisions(cache: Cache, homes: list[list[int]], lengths: list[int], made: list[int]) -> None:
+    """ValueError where two rows would write to one place: which of them is kept would be left to chance."""
+    writers: dict[tuple[int, int], int] = {}
+    for row, (first, last) in enumerate(zip(lengths, made, strict=True)):
+        for position in range(first, last):
+            index, place = divmod(position, cache.k.shape[1])
+            other = writers.setdefault((homes[row][index], place), row)
+            if other != row:
+                where = f"{'cache row' if cache.page_table is None else 'page'} {homes[row][index]}"
+                raise ValueError(f"k_new: rows {other} and {row} would both be written to place {place} of {where}")
 
 
 def _rows_of(cache: Cache, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from cute_flash.spec.lengths import check_starts
 from cute_flash.spec.mask import Bounds
 from cute_flash.spec.plan import Plan, Tile
 
@@ -29,23 +30,12 @@ class Sequence(NamedTuple):
     keys: slice  # of k, v and theirs
 
 
-def _starts(name: str, cu_seqlens: torch.Tensor, total: int) -> list[int]:
-    starts: list[int] = cu_seqlens.tolist()
-    if starts[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {starts[0]}")
-    for index, (start, end) in enumerate(itertools.pairwise(starts)):
-        if end < start:
-            raise ValueError(f"{name} must never fall, got {start} and then {end} at {index + 1}")
-    if starts[-1] > total:
-        raise ValueError(f"{name} must end within the {total} rows it cuts, got {starts[-1]}")
-    return starts
-
-
 def _sequences(lengths: Lengths, total_q: int, total_k: int) -> Iterator[Sequence]:
-    starts_q = _starts("cu_seqlens_q", lengths.cu_seqlens_q, total_q)
-    starts_k = _starts("cu_seqlens_k", lengths.cu_seqlens_k, total_k)
-    for i in range(len(starts_q) - 1):
-        yield Sequence(slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1]))
+    starts_q, starts_k = (starts.tolist() for starts in lengths)
+    check_starts("cu_seqlens_q", starts_q, total_q)
+    check_starts("cu_seqlens_k", starts_k, total_k)
+    for rows, keys in zip(itertools.pairwise(starts_q), itertools.pairwise(starts_k), strict=True):
+        yield Sequence(slice(*rows), slice(*keys))
 
 
 def _geometry(plan: Plan, tile: Tile, sequence: Sequence, bounds: Bounds) -> Geometry:

@@ -17,11 +17,13 @@ ARCHES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 class Sm100Backend:
     name = "sm100"
     exports = True
-    caveat = "compiled and emulated, not yet run on silicon"
     row_alignment = 16  # TMA: base address and outer strides in 16-byte units
 
     def native(self, device: Device) -> bool:
         return support.native(device)
+
+    def caveat(self, device: Device) -> str:
+        return "compiled and emulated, not yet run on silicon"
 
     def refuse(self, problem: Problem) -> Sequence[str]:
         return support.refuse(problem)

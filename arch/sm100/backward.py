@@ -119,24 +119,31 @@ class KeyTileSm100:
         cute.arch.sync_threads()
         after_wait()
         room = self._room(storage, layouts, bars)
-        unit = unit_of(cute.arch.block_idx()[0], sizes, self.tile, (shape.width_qk, shape.width_v), self.mask)
         if warp >= schedule.mma_warp:
             cute.arch.setmaxregister_decrease(schedule.other_registers)
+            unit = self._unit(sizes)
             if warp == schedule.load_warp:
                 self.load(sources, scratch, room, unit)
             if warp == schedule.mma_warp:
                 self.multiply(storage, room, unit)
         elif warp >= schedule.first_weigh_warp:
             cute.arch.setmaxregister_increase(schedule.weigh_registers)
+            unit = self._unit(sizes)
             self.weigh(room, unit, factors, sizes)
             self.leave(sources, room, unit, factors[0])
         else:
             cute.arch.setmaxregister_decrease(schedule.reduce_registers)
             if cutlass.const_expr(shape.makes_dk):
-                self.reduce(room, scratch, unit, sizes)
+                self.reduce(room, scratch, self._unit(sizes), sizes)
         cute.arch.sync_threads()
         if warp == schedule.mma_warp:
             cute.arch.dealloc_tmem(room.tmem, TMEM_COLUMNS)
+
+    def _unit(self, sizes: Sizes) -> Unit:
+        """Worked out in every role. Known before they part, it would lie in uniform registers through all of them, and
+        ptxas runs out of these (20 bytes spilled at (128, 96) under a window)."""
+        widths = self.shape.width_qk, self.shape.width_v
+        return unit_of(cute.arch.block_idx()[0], sizes, self.tile, widths, self.mask)
 
     def _room(self, storage, layouts: BackwardLayouts, bars: Barriers) -> Room:
         shape = self.shape

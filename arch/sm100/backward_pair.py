@@ -115,23 +115,28 @@ class PairedKeyTilesSm100:
         meet(PAIR)
         after_wait()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address.data_ptr())
-        unit = unit_of(cute.arch.block_idx()[0] // PAIR, sizes, self.both, (ROWS, ROWS), self.mask)
         if warp >= schedule.mma_warp:
             cute.arch.setmaxregister_decrease(schedule.other_registers)
+            unit = self._unit(sizes)
             if warp == schedule.load_warp:
                 self.load(sources, scratch, storage, (bars, layouts), unit)
             if warp == schedule.mma_warp and leads(PAIR):
                 self.multiply(storage, bars, tmem, unit)
         elif warp >= schedule.first_weigh_warp:
             cute.arch.setmaxregister_increase(schedule.weigh_registers)
+            unit = self._unit(sizes)
             self.weigh(storage, (bars, tmem), unit, factors, sizes)
             self.leave(sources, storage, (bars, tmem, layouts), unit, factors[0])
         else:
             cute.arch.setmaxregister_decrease(schedule.reduce_registers)
-            self.reduce(storage, (bars, tmem), scratch, unit, sizes)
+            self.reduce(storage, (bars, tmem), scratch, self._unit(sizes), sizes)
         meet(PAIR)  # products read the shared memory of both CTAs, and arrive at barriers of both
         if warp == schedule.mma_warp:
             cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS, is_two_cta=True)
+
+    def _unit(self, sizes: Sizes) -> Unit:
+        """As KeyTileSm100._unit."""
+        return unit_of(cute.arch.block_idx()[0] // PAIR, sizes, self.both, (ROWS, ROWS), self.mask)
 
     @cute.jit
     def load(self, sources: Sources, scratch: delta.Scratch, storage, opened: tuple, unit: Unit):

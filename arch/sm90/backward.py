@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipelines
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
@@ -36,37 +36,34 @@ from ..common.order import Sizes
 from .epilogue import store_direct
 from .grad import convert, zeros
 from .grad.epilogue import add_dq, add_dq_in_turn, hand_over_dq, offer_room, offer_room_if
-from .grad.load import Feed, feed_unit, prefetch_descriptors, tile_copy
+from .grad.load import Feed, Sources, feed_unit, prefetch_descriptors, sources_of, tile_copy
 from .grad.mask import mask_transposed
-from .grad.memory import ZEROS, BackwardLayouts, TmaSource, backward_layouts, backward_storage
-from .grad.mma import Accumulators, BackwardMmas, Operands, as_operand, issue, make_accumulators, make_operands
+from .grad.memory import backward_layouts, rooms_of, storage_of, zeros_of
+from .grad.mma import Accumulators, BackwardMmas, as_operand, issue, make_accumulators, make_operands
 from .grad.pipeline import DS_STORED, BackwardPipelines, backward_states, open_backward
 from .grad.queue import announce, draw, open_units, receive, unit_states
 from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, ZERO_WARP, backward_schedule
-from .grad.weights import capped_probabilities, probabilities, score_gradients
+from .grad.weights import (
+    capped_probabilities,
+    exponentials,
+    probabilities,
+    score_gradients,
+    weights_and_gradients,
+)
 from .pipeline import wait_full
-from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .tiles import ALTERNATE, dq_width
-
-
-class Sources(NamedTuple):
-    """What the kernel reads and writes through TMA; modes (seqlen, width, heads, batch)."""
-
-    q: TmaSource
-    k: TmaSource
-    v: TmaSource
-    do: TmaSource
+from .schedule import WARPGROUP
+from .tiles import ALTERNATE, APART, dq_width
 
 
 class MmaContext(NamedTuple):
     """Everything an MMA warpgroup needs in its loop; read-only."""
 
     pipes: BackwardPipelines
-    ops: Operands
-    acc: Accumulators
+    ops: NamedTuple  # of shared memory, as descriptors
+    acc: NamedTuple  # registers
+    rooms: NamedTuple  # shared memory, as memory.py lays it out
     s_rows: cute.Tensor  # (2 * tile_m, stages)
-    s_ds: cute.Tensor  # (tile_m, tile_n, slots)
-    s_dq: cute.Tensor  # (elements, parts)
+    s_dq: cute.Tensor | None  # (elements, parts)
     factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
     thread: Int32  # among the MMA threads
     seqlens: tuple
@@ -74,22 +71,38 @@ class MmaContext(NamedTuple):
 
 
 class BackwardSm90(PlainEntry):
-    """One Plan's kernel. Everything read here comes from the Plan."""
-
-    in_turn = False  # are parts of dQ added in a fixed order? Then units are walked so that few wait: see unit_of
+    """One Plan's kernel. Everything read here comes from the Plan. The kernels of wide heads that own keys derive from
+    this one: they differ in what a tile's step does, in the rooms it wants and in whether they make dQ."""
 
     def __init__(self, plan: Plan, dtype: type):
-        self.tile = plan.tile
+        self.tile, self.max_ctas = plan.tile, plan.ctas
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
+        self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
         self.alternate = plan.variant == ALTERNATE
-        self.in_turn, self.max_ctas = plan.deterministic, plan.ctas
-        self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
-        self.mmas = BackwardMmas(
-            plan.tile, plan.head_dim, plan.head_dim_v, self.width_dq, dtype, alternate=self.alternate
-        )
-        self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
+        # are parts of dQ added in a fixed order? Then units are walked so that few wait: see unit_of
+        self.in_turn = plan.deterministic and plan.variant != APART
+        self.mmas = self.make_mmas()
+        self.schedule = backward_schedule(self.mmas.warpgroups)
+
+    def make_mmas(self):
+        return BackwardMmas(self.tile, self.width_qk, self.width_v, self.width_dq, self.dtype, alternate=self.alternate)
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Of Q and of dO."""
+        return self.tile.stages, self.tile.stages
+
+    def layouts(self) -> NamedTuple:
+        widths = (self.width_qk, self.width_v, self.width_dq)
+        return backward_layouts(self.tile, widths, self.mmas.dq_columns, self.dtype)
+
+    def operands(self, rooms: NamedTuple, group: Int32) -> NamedTuple:
+        return make_operands(self.mmas, rooms, group)
+
+    def accumulators(self) -> NamedTuple:
+        return make_accumulators(self.mmas)
 
     @cute.jit
     def launch(self, tensors: tuple, others: tuple, numbers: tuple, memory: cute.Tensor, stream):
@@ -97,94 +110,91 @@ class BackwardSm90(PlainEntry):
         q, k, v, do, dq, dk, dv = tensors
         o, lse, dlse = others
         scale, left, right, softcap = numbers
-        tile, widths = self.tile, (self.width_qk, self.width_v, self.width_dq)
-        layouts = backward_layouts(tile, widths, self.mmas.dq_columns, self.dtype)
-        op = cpasync.CopyBulkTensorTileG2SOp()
-
-        def source(tensor, layout, rows, width):
-            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
-            box = cute.slice_(layout, (None, None, 0))
-            return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (rows, width)))
-
-        sources = Sources(
-            q=source(q, layouts.q, tile.tile_m, self.width_qk),
-            k=source(k, layouts.k, tile.tile_n, self.width_dq),
-            v=source(v, layouts.v, tile.tile_n, self.width_v),
-            do=source(do, layouts.do, tile.tile_m, self.width_v),
-        )
+        tile = self.tile
         sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
         parts = self.mmas.dq_parts if self.in_turn else 0
         scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=True)
-        units, ahead = unit_count(sizes, tile), ahead_of(sizes, tile, widths[:2], self.mask, self.in_turn)
+        ahead = ahead_of(sizes, tile, (self.width_qk, self.width_v), self.mask, self.in_turn)
         delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, ahead).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
         factors = (scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
-        zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, units)
-        self.kernel(sources, (zeroing, dk, dv), scale, factors, sizes, layouts).launch(
-            grid=(cutlass.min(units, self.max_ctas), 1, 1),
-            block=(self.schedule.threads, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=True,
-        )
+        zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, unit_count(sizes, tile))
+        self.launch_keys((q, k, v, do), (zeroing, dk, dv), (scale, factors), sizes, stream)
         shape = (tile.tile_m, self.mmas.dq_columns)
         convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
+        )
+
+    @cute.jit
+    def launch_keys(self, moved: tuple, results: tuple, numbers: tuple, sizes: Sizes, stream):
+        """The kernel alone. `moved`: (q, k, v, do), through TMA; `results`: (zeroing, dk, dv); `numbers`: (scale,
+        factors)."""
+        scale, factors = numbers
+        layouts = self.layouts()
+        sources = sources_of(moved, layouts, self.tile, (self.width_qk, self.width_dq, self.width_v))
+        self.kernel(sources, results, scale, factors, sizes, layouts).launch(
+            grid=(cutlass.min(unit_count(sizes, self.tile), self.max_ctas), 1, 1),
+            block=(self.schedule.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=results[0].ahead is not None,
         )
 
     @cute.kernel
     def kernel(
         self,
         sources: Sources,
-        results: tuple,  # (zeroing, dk, dv)
+        results: tuple,  # see launch_keys
         scale: Float32,
         factors: tuple,
         sizes: Sizes,
-        layouts: BackwardLayouts,
+        layouts: NamedTuple,
     ):
         tile, schedule = self.tile, self.schedule
         zeroing, dk, dv = results
-        scratch = zeroing.scratch
+        scratch, makes_dq = zeroing.scratch, zeroing.ahead is not None
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         prefetch_descriptors(warp_index, (sources.k, sources.q, sources.v, sources.do))
-        storage = SmemAllocator().allocate(backward_storage(layouts, tile, self.width_dq, self.dtype))
-
-        def room(part, layout):
-            return part.get_tensor(layout.outer, swizzle=layout.inner)
-
-        s_k, s_v = room(storage.k, layouts.k), room(storage.v, layouts.v)
-        s_q, s_do, s_ds = room(storage.q, layouts.q), room(storage.do, layouts.do), room(storage.ds, layouts.ds)
+        floats, receivers, s_dq = {}, schedule.mma_warps, None
+        if cutlass.const_expr(makes_dq):
+            floats = {"dq": tile.tile_m * self.width_dq, "zeros": zeros_of(tile)}
+            receivers += self.mmas.dq_parts + 1
+        storage = SmemAllocator().allocate(storage_of(layouts, self.dtype, 2 * tile.tile_m, floats))
+        rooms = rooms_of(storage, layouts)
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
-        parts = (ROWS_PER_WARPGROUP * self.mmas.dq_columns, self.mmas.dq_parts)
-        s_dq = storage.dq.get_tensor(cute.make_layout(parts))
-        receivers = schedule.mma_warps + self.mmas.dq_parts + 1
         ring = open_units(storage.unit_barriers.data_ptr(), storage.units.data_ptr(), receivers)
         units = ring, sizes.heads_q // sizes.heads_kv
-        pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
+        pipes = open_backward(storage, layouts, 2 * tile.tile_m, self.dtype, schedule)
+        if cutlass.const_expr(makes_dq):
+            parts = (tile.tile_m * self.width_dq // self.mmas.dq_parts, self.mmas.dq_parts)
+            s_dq = storage.dq.get_tensor(cute.make_layout(parts))
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
-            cute.arch.griddepcontrol_wait()
+            if cutlass.const_expr(makes_dq):
+                cute.arch.griddepcontrol_wait()
             if warp_index == LOAD_WARP:
-                self.load_role(pipes, units, (sources, scratch), (s_k, s_v, s_q, s_do, s_rows), sizes)
-            elif warp_index < FIRST_ADD_WARP + self.mmas.dq_parts:
-                self.add_role(s_dq, zeroing, units, warp_index - FIRST_ADD_WARP, sizes)
-            elif warp_index == ZERO_WARP:
-                zeros.zero_role(zeroing, storage.zeros.get_tensor(cute.make_layout(ZEROS)), ring)
+                self.load_role(pipes, units, (sources, scratch), (rooms, s_rows), sizes)
+            else:
+                if cutlass.const_expr(makes_dq):
+                    if warp_index < FIRST_ADD_WARP + self.mmas.dq_parts:
+                        self.add_role(s_dq, zeroing, units, warp_index - FIRST_ADD_WARP, sizes)
+                    elif warp_index == ZERO_WARP:
+                        zeros.zero_role(zeroing, storage.zeros.get_tensor(cute.make_layout(zeros_of(tile))), ring)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             context = MmaContext(
                 pipes=pipes,
-                ops=make_operands(self.mmas, (s_k, s_v, s_q, s_do, s_ds), warp_index // 4 - 1),
-                acc=make_accumulators(self.mmas),
+                ops=self.operands(rooms, warp_index // 4 - 1),
+                acc=self.accumulators(),
+                rooms=rooms,
                 s_rows=s_rows,
-                s_ds=s_ds,
                 s_dq=s_dq,
                 factors=factors,
                 thread=thread - WARPGROUP,
@@ -196,20 +206,20 @@ class BackwardSm90(PlainEntry):
     @cute.jit
     def load_role(self, pipes: BackwardPipelines, units: tuple, origin: tuple, rooms: tuple, sizes: Sizes):
         sources, scratch = origin
-        s_k, s_v, s_q, s_do, s_rows = rooms
+        smem, s_rows = rooms
         tile, widths = self.tile, (self.width_qk, self.width_v)
         ring, _ = units
-        states = backward_states(pipelines.PipelineUserType.Producer, tile.stages)
+        states = backward_states(pipelines.PipelineUserType.Producer, self.slots)
         ticket_state, count = unit_states(pipelines.PipelineUserType.Producer), unit_count(sizes, tile)
         index = draw(scratch.counters, 0)  # the first too: who has not started must not hold what others wait for
         while index < count:
             unit = unit_of(index, sizes, tile, widths, self.mask, self.in_turn)
             ticket_state = announce(ring, ticket_state, ticket_of(index, unit))
             feed = Feed(
-                k=tile_copy(sources.k, s_k, (tile.tile_n, self.width_dq), unit.batch),
-                v=tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), unit.batch),
-                q=tile_copy(sources.q, s_q, (tile.tile_m, self.width_qk), unit.batch),
-                do=tile_copy(sources.do, s_do, (tile.tile_m, self.width_v), unit.batch),
+                k=tile_copy(sources.k, smem.k, (tile.tile_n, self.width_dq), unit.batch),
+                v=tile_copy(sources.v, smem.v, (tile.tile_n, self.width_v), unit.batch),
+                q=tile_copy(sources.q, smem.q, (tile.tile_m, self.width_qk), unit.batch),
+                do=tile_copy(sources.do, smem.do, (tile.tile_m, self.width_v), unit.batch),
                 row_values=scratch.rows[None, None, None, unit.batch],
                 s_rows=s_rows,
             )
@@ -249,7 +259,7 @@ class BackwardSm90(PlainEntry):
         """`targets`: (dk, dv)."""
         acc, thread, tile_n = context.acc, context.thread, self.tile.tile_n
         dk, dv = targets
-        states = backward_states(pipelines.PipelineUserType.Consumer, self.tile.stages)
+        states = backward_states(pipelines.PipelineUserType.Consumer, self.slots)
         ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
         ring, group_size = units
         ticket, ticket_state = receive(ring, ticket_state)
@@ -313,14 +323,20 @@ class BackwardSm90(PlainEntry):
         rows = cute.local_tile(context.s_rows[None, q_state.index], (self.tile.tile_m,), (None,))  # (tile_m, 2)
         if cutlass.const_expr(self.softcap):
             capped_probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors, self.kind)
+        elif cutlass.const_expr(self.mmas.dq_transposed):
+            exponentials(acc.s, rows[None, 0], thread, context.factors[0], self.kind)
         else:
             probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.kind)
         warpgroup.wait_group(0)
         if last:
             pipes.v.consumer_release(kv_state)
-        score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
+        if cutlass.const_expr(self.mmas.dq_transposed and not self.softcap):
+            packed = acc.p_packed, acc.ds_packed
+            weights_and_gradients(acc.s, acc.dp, packed, rows[None, 1], thread, self.kind)
+        else:
+            score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
         ds_slot = q_state.index
-        self.store_ds(acc, context.s_ds[None, None, ds_slot], thread)
+        self.store_ds(acc, context.rooms.ds[None, None, ds_slot], thread)
         do_columns = ops.do_columns[None, None, None, do_state.index]
         issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
         cute.arch.fence_view_async_shared()
@@ -342,7 +358,8 @@ class BackwardSm90(PlainEntry):
             issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
         else:
             cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
-            issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
+            factors = (k_columns, ds) if cutlass.const_expr(self.mmas.dq_transposed) else (ds, k_columns)
+            issue(self.mmas.dq(), acc.dq, *factors, False)
             warpgroup.wait_group(1)
             pipes.do.consumer_release(do_state)
             issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
@@ -355,7 +372,7 @@ class BackwardSm90(PlainEntry):
 
     def store_ds(self, acc: Accumulators, s_ds: cute.Tensor, thread: Int32):
         """This warpgroup's keys of dS^T, by stmatrix. s_ds: (tile_m, tile_n)."""
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(self.mmas.dq_transposed, 4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, self.mmas.scores()).get_slice(thread)
         by_keys = cute.make_tensor(s_ds.iterator, cute.select(s_ds.layout, mode=[1, 0]))
         rounded = cute.make_tensor(cute.recast_ptr(acc.ds_packed.iterator, dtype=self.dtype), acc.s.layout)

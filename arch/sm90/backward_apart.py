@@ -15,6 +15,7 @@ from ..common.order import Sizes
 from .dkdv import KeyGradientsSm90
 from .dkdv_whole import WholeKeyGradientsSm90
 from .dq import QueryGradientsSm90
+from .grad.zeros import Zeroing
 
 
 class ApartBackwardSm90(PlainEntry):
@@ -40,7 +41,7 @@ class ApartBackwardSm90(PlainEntry):
         factors = (scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
-        self.keys.launch((q, k, v, do, dk, dv), scratch, (scale, factors), sizes, stream)
+        self.keys.launch_keys((q, k, v, do), (Zeroing(scratch), dk, dv), (scale, factors), sizes, stream)
         self.queries.launch((q, k, v, do, dq), scratch, (scale, factors), sizes, stream)
 
 

@@ -7,19 +7,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
+from cutlass import Int32
+from cutlass.cute.nvgpu import warpgroup
 
-from cute_flash.spec.plan import Plan
-
-from ..common.delta import Scratch
-from ..common.keyunits import unit_count
-from ..common.order import Sizes
-from .backward import BackwardSm90
-from .grad.load import prefetch_descriptors
+from .backward import BackwardSm90, MmaContext
 from .grad.mask import mask_transposed
-from .grad.memory import KeyLayouts, TmaSource, key_layouts, key_storage
+from .grad.memory import key_layouts
 from .grad.mma import (
     BackwardMmas,
     KeyAccumulators,
@@ -31,115 +24,24 @@ from .grad.mma import (
     make_key_operands,
     part_of,
 )
-from .grad.pipeline import BackwardPipelines, open_backward
-from .grad.queue import open_units
-from .grad.schedule import LOAD_WARP, backward_schedule
 from .grad.weights import capped_probabilities, exponentials, score_gradients, weights_and_gradients
 from .pipeline import wait_full
-from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
-
-
-class Sources(NamedTuple):
-    """What the kernel reads through TMA; modes (seqlen, width, heads, batch)."""
-
-    q: TmaSource
-    k: TmaSource
-    v: TmaSource
-    do: TmaSource
-
-
-class MmaContext(NamedTuple):
-    """Everything an MMA warpgroup needs in its loop; read-only."""
-
-    pipes: BackwardPipelines
-    ops: KeyOperands
-    acc: KeyAccumulators
-    s_rows: cute.Tensor  # (2 * tile_m, stages)
-    factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
-    thread: Int32  # among the MMA threads
-    seqlens: tuple
-    bounds: tuple  # (left, right) of a window
 
 
 class WholeKeyGradientsSm90(BackwardSm90):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
-    def __init__(self, plan: Plan, dtype: type):
-        self.tile, self.max_ctas = plan.tile, plan.ctas
-        self.width_qk, self.width_v, self.width_dq = plan.head_dim, plan.head_dim_v, plan.head_dim
-        self.mask, self.softcap = plan.mask, plan.softcap
-        self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
-        self.schedule = backward_schedule(plan.tile.tile_n // ROWS_PER_WARPGROUP)
-        self.mmas = BackwardMmas(plan.tile, plan.head_dim, plan.head_dim_v, plan.head_dim, dtype, dp_parts=2)
+    def make_mmas(self):
+        return BackwardMmas(self.tile, self.width_qk, self.width_v, self.width_dq, self.dtype, dp_parts=2)
 
-    @cute.jit
-    def launch(self, moved: tuple, scratch: Scratch, numbers: tuple, sizes: Sizes, stream):
-        """`moved`: (q, k, v, do, dk, dv); `numbers`: (scale, factors)."""
-        q, k, v, do, dk, dv = moved
-        scale, factors = numbers
-        tile, layouts = self.tile, key_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
+    def layouts(self) -> NamedTuple:
+        return key_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
 
-        def source(tensor, layout, rows, width):
-            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
-            box = cute.slice_(layout, (None, None, 0))
-            return TmaSource(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), view, box, (rows, width)))
+    def operands(self, rooms: NamedTuple, group: Int32) -> NamedTuple:
+        return make_key_operands(self.mmas, rooms, group)
 
-        sources = Sources(
-            q=source(q, layouts.q, tile.tile_m, self.width_qk),
-            k=source(k, layouts.k, tile.tile_n, self.width_qk),
-            v=source(v, layouts.v, tile.tile_n, self.width_v),
-            do=source(do, layouts.do, tile.tile_m, self.width_v),
-        )
-        self.kernel(sources, (scratch, dk, dv), scale, factors, sizes, layouts).launch(
-            grid=(cutlass.min(unit_count(sizes, tile), self.max_ctas), 1, 1),
-            block=(self.schedule.threads, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-        )
-
-    @cute.kernel
-    def kernel(
-        self,
-        sources: Sources,
-        results: tuple,  # (scratch, dk, dv)
-        scale: Float32,
-        factors: tuple,
-        sizes: Sizes,
-        layouts: KeyLayouts,
-    ):
-        tile, schedule = self.tile, self.schedule
-        scratch, dk, dv = results
-        thread, _, _ = cute.arch.thread_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        prefetch_descriptors(warp_index, (sources.q, sources.v, sources.do, sources.k))
-        storage = SmemAllocator().allocate(key_storage(layouts, tile, self.dtype))
-
-        def room(part, layout):
-            return part.get_tensor(layout.outer, swizzle=layout.inner)
-
-        s_k, s_v = room(storage.k, layouts.k), room(storage.v, layouts.v)
-        s_q, s_do = room(storage.q, layouts.q), room(storage.do, layouts.do)
-        s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
-        ring = open_units(storage.unit_barriers.data_ptr(), storage.units.data_ptr(), schedule.mma_warps)
-        units = ring, sizes.heads_q // sizes.heads_kv
-        pipes = open_backward(storage, layouts, tile, self.dtype, schedule)
-        if warp_index < 4:
-            cute.arch.setmaxregister_decrease(schedule.load_registers)
-            if warp_index == LOAD_WARP:
-                self.load_role(pipes, units, (sources, scratch), (s_k, s_v, s_q, s_do, s_rows), sizes)
-        else:
-            cute.arch.setmaxregister_increase(schedule.mma_registers)
-            context = MmaContext(
-                pipes=pipes,
-                ops=make_key_operands(self.mmas, (s_k, s_v, s_q, s_do), warp_index // 4 - 1),
-                acc=make_key_accumulators(self.mmas),
-                s_rows=s_rows,
-                factors=factors,
-                thread=thread - WARPGROUP,
-                seqlens=(sizes.seqlen_q, sizes.seqlen_k),
-                bounds=(sizes.left, sizes.right),
-            )
-            self.mma_role(context, units, (dk, dv), scale)
+    def accumulators(self) -> NamedTuple:
+        return make_key_accumulators(self.mmas)
 
     @cute.jit
     def step(self, context: MmaContext, states: tuple, turn: tuple, masked, last):

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipelines
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
@@ -21,10 +21,10 @@ from ..common.delta import Scratch, value_place
 from ..common.numeric import NEG_INF, exp2, pack_fragment
 from ..common.order import Sizes, head_by_head, longest_first, tile_count
 from .epilogue import store_direct
-from .grad.load import fetch, prefetch_descriptors, tile_copy
-from .grad.memory import RowLayouts, TmaSource, row_layouts, row_storage, transposed
+from .grad.load import Sources, fetch, prefetch_descriptors, sources_of, tile_copy
+from .grad.memory import RowLayouts, rooms_of, row_layouts, storage_of, transposed
 from .grad.mma import as_operand, issue
-from .grad.pipeline import RowPipelines, open_rows, row_states
+from .grad.pipeline import BackwardPipelines, open_backward, row_states
 from .grad.queue import UnitRing, announce, draw, open_units, receive, unit_states
 from .grad.schedule import backward_schedule
 from .grad.weights import capped_weights
@@ -38,19 +38,10 @@ K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 
 
-class Sources(NamedTuple):
-    """What the kernel reads and writes through TMA; modes (seqlen, width, heads, batch)."""
-
-    q: TmaSource
-    do: TmaSource
-    k: TmaSource
-    v: TmaSource
-
-
 class MmaContext(NamedTuple):
     """Everything an MMA warpgroup needs in its loop; read-only."""
 
-    pipes: RowPipelines
+    pipes: BackwardPipelines
     ring: UnitRing
     q: cute.Tensor  # descriptors: A of S
     do: cute.Tensor  # A of dP
@@ -93,19 +84,7 @@ class QueryGradientsSm90:
         q, k, v, do, dq = moved
         scale, factors = numbers
         tile, layouts = self.tile, row_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
-        op = cpasync.CopyBulkTensorTileG2SOp()
-
-        def source(tensor, layout, rows, width):
-            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
-            box = cute.slice_(layout, (None, None, 0))
-            return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (rows, width)))
-
-        sources = Sources(
-            q=source(q, layouts.q, tile.tile_m, self.width_qk),
-            do=source(do, layouts.do, tile.tile_m, self.width_v),
-            k=source(k, layouts.k, tile.tile_n, self.width_qk),
-            v=source(v, layouts.v, tile.tile_n, self.width_v),
-        )
+        sources = sources_of((q, k, v, do), layouts, tile, (self.width_qk, self.width_qk, self.width_v))
         self.kernel(sources, (scratch, dq), scale, factors, sizes, layouts).launch(
             grid=(cutlass.min(self.count(sizes), self.max_ctas), 1, 1),
             block=(self.schedule.threads, 1, 1),
@@ -152,19 +131,14 @@ class QueryGradientsSm90:
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         prefetch_descriptors(warp_index, (sources.q, sources.k, sources.do, sources.v))
-        storage = SmemAllocator().allocate(row_storage(layouts, tile, self.dtype))
-
-        def room(part, layout):
-            return part.get_tensor(layout.outer, swizzle=layout.inner)
-
-        s_q, s_do = room(storage.q, layouts.q), room(storage.do, layouts.do)
-        s_k, s_v = room(storage.k, layouts.k), room(storage.v, layouts.v)
+        storage = SmemAllocator().allocate(storage_of(layouts, self.dtype, 0, {}))
+        rooms = rooms_of(storage, layouts)
         ring = open_units(storage.unit_barriers.data_ptr(), storage.units.data_ptr(), schedule.mma_warps)
-        pipes = open_rows(storage, layouts, tile.stages, self.dtype, schedule)
+        pipes = open_backward(storage, layouts, 0, self.dtype, schedule)
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp_index == 0:
-                self.load_role((pipes, ring), sources, (s_q, s_do, s_k, s_v), scratch.counters, sizes)
+                self.load_role((pipes, ring), sources, rooms, scratch.counters, sizes)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             first = (warp_index // 4 - 1) * WARPGROUP
@@ -173,11 +147,11 @@ class QueryGradientsSm90:
             context = MmaContext(
                 pipes=pipes,
                 ring=ring,
-                q=scores.make_fragment_A(part.partition_A(s_q)),
-                do=scores.make_fragment_A(part.partition_A(s_do)),
-                k=scores.make_fragment_B(part.partition_B(s_k)),
-                v=scores.make_fragment_B(part.partition_B(s_v)),
-                k_columns=products.make_fragment_B(dq_part.partition_B(transposed(s_k))),
+                q=scores.make_fragment_A(part.partition_A(rooms.q)),
+                do=scores.make_fragment_A(part.partition_A(rooms.do)),
+                k=scores.make_fragment_B(part.partition_B(rooms.k)),
+                v=scores.make_fragment_B(part.partition_B(rooms.v)),
+                k_columns=products.make_fragment_B(dq_part.partition_B(transposed(rooms.k))),
                 s=cute.make_rmem_tensor(part.partition_shape_C((tile.tile_m, tile.tile_n)), Float32),
                 dp=cute.make_rmem_tensor(part.partition_shape_C((tile.tile_m, tile.tile_n)), Float32),
                 ds_packed=cute.make_rmem_tensor((tile.tile_n // 4,), Int32),
@@ -206,10 +180,9 @@ class QueryGradientsSm90:
         return (lse[0], lse[1]), (delta[0], delta[1])
 
     @cute.jit
-    def load_role(self, edges: tuple, sources: Sources, rooms: tuple, counters: cute.Tensor, sizes: Sizes):
+    def load_role(self, edges: tuple, sources: Sources, rooms: RowLayouts, counters: cute.Tensor, sizes: Sizes):
         """`edges`: (pipelines, ring of units)."""
         pipes, ring = edges
-        s_q, s_do, s_k, s_v = rooms
         tile, group = self.tile, sizes.heads_q // sizes.heads_kv
         states = row_states(pipelines.PipelineUserType.Producer, tile.stages)
         ticket_state, count = unit_states(pipelines.PipelineUserType.Producer), self.count(sizes)
@@ -221,17 +194,17 @@ class QueryGradientsSm90:
                 ticket = (*ticket, tiles.whole)
             ticket_state = announce(ring, ticket_state, ticket)
             copies = (
-                tile_copy(sources.q, s_q, (tile.tile_m, self.width_qk), work.batch),
-                tile_copy(sources.do, s_do, (tile.tile_m, self.width_v), work.batch),
-                tile_copy(sources.k, s_k, (tile.tile_n, self.width_qk), work.batch),
-                tile_copy(sources.v, s_v, (tile.tile_n, self.width_v), work.batch),
+                tile_copy(sources.q, rooms.q, (tile.tile_m, self.width_qk), work.batch),
+                tile_copy(sources.do, rooms.do, (tile.tile_m, self.width_v), work.batch),
+                tile_copy(sources.k, rooms.k, (tile.tile_n, self.width_qk), work.batch),
+                tile_copy(sources.v, rooms.v, (tile.tile_n, self.width_v), work.batch),
             )
             states = self.feed(pipes, states, copies, (work.m_block, work.head, work.head // group), tiles)
             index = cute.arch.grid_dim()[0] + draw(counters, 1)
         announce(ring, ticket_state, (Int32(0),))
 
     @cute.jit
-    def feed(self, pipes: RowPipelines, states: tuple, copies: tuple, place: tuple, tiles: KeyTiles):
+    def feed(self, pipes: BackwardPipelines, states: tuple, copies: tuple, place: tuple, tiles: KeyTiles):
         """One unit. `place`: (query tile, head, head of K and V). -> the states moved on"""
         q_state, do_state, k_state, v_state = states
         q, do, k, v = copies

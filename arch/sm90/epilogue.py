@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from ..common.numeric import mul_rn, pack_fragment
 from ..common.order import WorkTile
 from ..common.rowstate import RowState, log_sum_exp
-from .load import TmaSource
+from .load import TmaSource, plane_of
 from .mma import first_column, first_row, rows_view
 from .pipeline import O_STORED
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
@@ -45,8 +45,10 @@ def registers_to_smem(o: cute.Tensor, room: cute.Tensor, thread: Int32, width_v:
 
 
 @cute.jit
-def store_output(o: cute.Tensor, out: OutputRoom, work: WorkTile, thread: Int32, shape: cutlass.Constexpr):
-    """Rows past seqlen_q and columns past head_dim_v are clipped by TMA. The store is left in flight."""
+def store_output(o: cute.Tensor, out: OutputRoom, target: tuple, thread: Int32, shape: cutlass.Constexpr):
+    """`target`: (work, the batch or a packed sequence's rows). Rows past their end and columns past head_dim_v are
+    clipped by TMA. The store is left in flight."""
+    work, place = target
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     storing = cute.arch.make_warp_uniform(thread // 32) % 4 == 0
     room = out.smem[None, None, group]
@@ -58,14 +60,14 @@ def store_output(o: cute.Tensor, out: OutputRoom, work: WorkTile, thread: Int32,
     cute.arch.barrier(barrier_id=O_STORED + group, number_of_threads=WARPGROUP)
     if storing:
         rows = cute.local_tile(
-            out.tma.tensor[None, None, work.head, work.batch],
+            plane_of(out.tma, work.head, place),
             (ROWS_PER_WARPGROUP, shape.width_v),
             (work.m_block * (shape.mma_threads // WARPGROUP) + group, 0),
         )
-        source, target = cpasync.tma_partition(
+        source, box = cpasync.tma_partition(
             out.tma.atom, 0, cute.make_layout(1), cute.group_modes(room, 0, 2), cute.group_modes(rows, 0, 2)
         )
-        cute.copy(out.tma.atom, source, target)
+        cute.copy(out.tma.atom, source, box)
         cute.arch.cp_async_bulk_commit_group()
 
 
@@ -109,6 +111,34 @@ def store_direct(o: cute.Tensor, rows: cute.Tensor, thread: Int32, row_start: In
                 read_only_args=[place, *words],
                 predicate=32 * block < columns,
             )
+
+
+@cute.jit
+def store_transposed(acc: cute.Tensor, rows: cute.Tensor, thread: Int32, place: tuple, dtype: cutlass.Constexpr):
+    """The transpose of a warpgroup's fragment: rows of acc are columns of `rows` (seqlen, head_dim), 64 from place[1]
+    on, its columns rows from place[0] on. 16 bytes a thread and store.
+
+    movmatrix turns 8 x 8 tiles: a thread then holds two neighbouring columns of a row, and four of them exchange
+    theirs of two rows and of the two tiles that lie side by side.
+    """
+    packed = cute.make_rmem_tensor((cute.size(acc) // 2,), Int32)
+    pack_fragment(acc, packed, dtype)
+    quad, row_start, column = thread % 4, place[0] + thread % 32 // 4, place[1] + thread // 32 * 16
+    row, column = row_start + quad // 2 * 8, column + quad % 2 * 8
+    for pair in cutlass.range_constexpr(cute.size(packed) // 4):
+        turned = [_transposed_tile(packed[4 * pair + i]) for i in range(4)]
+        words = _quad_transpose(turned, thread)
+        cute.arch.inline_ptx(
+            "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[cute.domain_offset((row + 16 * pair, column), rows).iterator.toint(), *words],
+            predicate=(row + 16 * pair < rows.shape[0]) & (column < rows.shape[1]),
+        )
+
+
+def _transposed_tile(word: Int32) -> Int32:
+    """Of a warp's 8 x 8 tile of 16-bit values, two a lane."""
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word])
 
 
 @cute.jit

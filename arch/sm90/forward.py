@@ -15,19 +15,30 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
+from cute_flash.spec.problem import PACKED
 
 from ..common.combine import launch_combine
-from ..common.entry import DrawnBoundedForwardEntry, DrawnForwardEntry, ForwardEntry, SplitForwardEntry
+from ..common.entry import (
+    DrawnBoundedForwardEntry,
+    DrawnForwardEntry,
+    ForwardEntry,
+    PackedBoundedForwardEntry,
+    PackedForwardEntry,
+    SplitForwardEntry,
+)
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes, rounds_of
+from ..common.ragged import ragged_view
 from ..common.rowstate import make_row_state
 from .epilogue import OutputRoom
 from .load import Loads, TmaSource, load_first, load_keys, load_last, prefetch, tile_copy
 from .memory import TICKET_SLOTS, TICKET_WORDS, ForwardLayouts, forward_layouts, forward_storage
 from .mma import make_fragments
 from .pipeline import forward_states, open_forward, turn_of
-from .queue import following_unit, open_tickets, publish, ticket_states
+from .queue import Ticket, following_unit, open_tickets, publish, ticket_states
 from .schedule import WARPGROUP
+from .sequences import Lengths, PackedUnits, Table, launch_prepare, table_of
+from .tiles import forward_ctas
 from .units import Units
 from .walk import MmaContext, Walk
 
@@ -49,13 +60,23 @@ class ForwardSm90(ForwardEntry):
     def __init__(self, plan: Plan, dtype: type):
         self.tile, self.dtype, self.softcap = plan.tile, dtype, plan.softcap
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
-        self.max_ctas = plan.ctas
-        self.units = Units(plan)
+        self.max_ctas, self.packed = plan.ctas, plan.form == PACKED
+        self.units = PackedUnits(plan) if self.packed else Units(plan)
         self.walk = Walk(plan, self.units, dtype)
         self.schedule = self.walk.schedule
+        self.ctas_together = forward_ctas(plan.tile, plan.head_dim, plan.head_dim_v)
 
     def run(self, tensors: tuple, lse: cute.Tensor | None, numbers: tuple, counter: cute.Tensor | None, stream):
         self.launch(tensors, lse, None, counter, numbers, stream)
+
+    def tma_view(self, tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
+        """With the modes in this order; mode 1 are the rows."""
+        if self.packed:
+            return ragged_view(tensor, modes.index(1))
+        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
+
+    def run_packed(self, tensors: tuple, lse: cute.Tensor | None, numbers: tuple, packed: tuple, counter, stream):
+        self.launch(tensors, lse, None, counter, numbers, stream, packed)
 
     @cute.jit
     def launch(
@@ -66,8 +87,10 @@ class ForwardSm90(ForwardEntry):
         counter: cute.Tensor | None,
         numbers: tuple,
         stream,
+        packed: tuple | None = None,
     ):
-        """`numbers`: (scale, left, right, softcap), the last three None in a plain Plan."""
+        """`numbers`: (scale, left, right, softcap), the last three None in a plain Plan. `packed`: of packed sequences
+        (cu_seqlens_q, cu_seqlens_k, table)."""
         q, k, v, o = tensors
         scale, left, right, softcap = numbers
         tile, layouts = (
@@ -77,7 +100,7 @@ class ForwardSm90(ForwardEntry):
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
         def source(op, tensor, modes, layout, box):
-            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
+            view = self.tma_view(tensor, modes)
             return TmaSource(*cpasync.make_tiled_tma_atom(op, view, cute.slice_(layout, (None, None, 0)), box))
 
         sources = Sources(
@@ -91,11 +114,21 @@ class ForwardSm90(ForwardEntry):
         scale_log2, cap_factor = scale * LOG2_E, None
         if cutlass.const_expr(self.softcap):
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
-        out = None if self.walk.o_apart else o
-        self.kernel(sources, (lse, o_partial, counter, out), scale_log2, cap_factor, sizes, layouts).launch(
-            grid=(cutlass.min(self.units.count(sizes, splits), self.max_ctas), 1, 1),
+        out, table, options = None if self.walk.o_apart else o, None, {}
+        if cutlass.const_expr(self.packed):
+            lengths = Lengths(*packed[:2], sizes.seqlen_q, sizes.seqlen_k)
+            sequences = packed[0].shape[0] - 1
+            table = table_of(packed[2], sequences)
+            launch_prepare(lengths, table, tile.tile_m, stream)
+            units = self.units.bound(sizes, sequences)
+            options = {"min_blocks_per_mp": self.ctas_together, "preferred_smem_carveout": 100, "use_pdl": True}
+        else:
+            units = self.units.count(sizes, splits)
+        self.kernel(sources, (lse, o_partial, counter, out), scale_log2, cap_factor, sizes, layouts, table).launch(
+            grid=(cutlass.min(units, self.max_ctas), 1, 1),
             block=(self.schedule.threads, 1, 1),
             stream=stream,
+            **options,
         )
 
     @cute.kernel
@@ -107,6 +140,7 @@ class ForwardSm90(ForwardEntry):
         cap_factor: Float32 | None,
         sizes: Sizes,
         layouts: ForwardLayouts,
+        table: Table | None,  # of packed sequences
     ):
         tile, schedule = self.tile, self.schedule
         lse, o_partial, counter, out = results
@@ -126,6 +160,8 @@ class ForwardSm90(ForwardEntry):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         splits = Int32(1) if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
+        if cutlass.const_expr(self.packed):
+            splits = table
         if warp < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp == 0:
@@ -141,6 +177,7 @@ class ForwardSm90(ForwardEntry):
                 done=make_row_state(2),
                 scale_log2=scale_log2,
                 thread=thread - WARPGROUP,
+                group=group,
                 turn=turn_of(group, schedule),
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),
@@ -151,9 +188,17 @@ class ForwardSm90(ForwardEntry):
 
     @cute.jit
     def load_role(
-        self, pipes: tuple, sources: Sources, smem: tuple, sizes: Sizes, splits: Int32, counter: cute.Tensor | None
+        self,
+        pipes: tuple,
+        sources: Sources,
+        smem: tuple,
+        sizes: Sizes,
+        splits: Int32 | Table,
+        counter: cute.Tensor | None,
     ):
         pipes, tickets = pipes
+        if cutlass.const_expr(self.packed):
+            cute.arch.griddepcontrol_wait()  # for the table
         units = self.units.count(sizes, splits)
         rounds = rounds_of(units)
         group = sizes.heads_q // sizes.heads_kv
@@ -162,29 +207,46 @@ class ForwardSm90(ForwardEntry):
         v_box = (self.width_v, self.tile.tile_n)
         states = forward_states(pipelines.PipelineUserType.Producer, self.walk.q_slots, self.tile.stages)
         ticket_state = ticket_states(pipelines.PipelineUserType.Producer)
-        ticket, step = self.units.ticket(rounds.unit(0), sizes, splits), Int32(0)
+        entry, index, step = Int32(0), rounds.unit(0), Int32(0)
+        if cutlass.const_expr(self.packed):
+            index *= self.units.together
+            ticket, entry = self.units.ticket(index, sizes, splits, entry)
+        else:
+            ticket = self.units.ticket(index, sizes, splits)
         ticket_state = publish(tickets, ticket_state, ticket)
         while ticket.live != 0:
             unit = self.units.unit(ticket, sizes, splits)
             work, head_kv, tiles = unit.work, unit.work.head // group, unit.tiles
+            rows, keys = places(ticket)
             loads = Loads(
-                tile_copy(sources.q, s_q, q_box, (work.m_block, 0), work.head, work.batch),
-                tile_copy(sources.k, s_k, k_box, (None, 0), head_kv, work.batch),
-                tile_copy(sources.v, s_v, v_box, (0, None), head_kv, work.batch),
+                tile_copy(sources.q, s_q, q_box, (work.m_block, 0), work.head, rows),
+                tile_copy(sources.k, s_k, k_box, (None, 0), head_kv, keys),
+                tile_copy(sources.v, s_v, v_box, (0, None), head_kv, keys),
             )
             states = load_first(pipes, states, loads, tiles, not self.walk.carries)
             # as late as the answer can still be there in time: who is ready first shall draw first
             late = cutlass.min(tiles.first + DRAW_LEAD, tiles.last - 1)
             states = load_keys(pipes, states, loads, late, tiles.last - 1)
-            ticket = self.units.ticket(following_unit(rounds, step, units, counter), sizes, splits)
+            if cutlass.const_expr(self.packed):
+                index = self.units.following(index, units, counter)
+                ticket, entry = self.units.ticket(index, sizes, splits, entry)
+            else:
+                ticket = self.units.ticket(following_unit(rounds, step, units, counter), sizes, splits)
             ticket_state = publish(tickets, ticket_state, ticket)
             if cutlass.const_expr(not self.walk.carries):
                 following = ticket.work
                 if ticket.live != 0:  # one slot is filled between two tiles: from L2, not from further away
-                    prefetch(tile_copy(sources.q, s_q, q_box, (following.m_block, 0), following.head, following.batch))
+                    prefetch(
+                        tile_copy(sources.q, s_q, q_box, (following.m_block, 0), following.head, places(ticket)[0])
+                    )
             states = load_keys(pipes, states, loads, tiles.first, late)
             states = load_last(pipes, states, loads, tiles)
             step += 1
+
+
+def places(ticket: Ticket) -> tuple:
+    """Where its rows and its keys are: in a batch, or in a packed sequence."""
+    return (ticket.work.batch, ticket.work.batch) if ticket.place is None else tuple(ticket.place)
 
 
 class DrawnForwardSm90(DrawnForwardEntry, ForwardSm90):
@@ -193,6 +255,14 @@ class DrawnForwardSm90(DrawnForwardEntry, ForwardSm90):
 
 class BoundedForwardSm90(DrawnBoundedForwardEntry, ForwardSm90):
     """The same kernel for Plans that are not plain; its CTAs draw, too."""
+
+
+class PackedForwardSm90(PackedForwardEntry, ForwardSm90):
+    """The same kernel for packed sequences: prepare_kernel says which units there are, CTAs draw them."""
+
+
+class PackedBoundedForwardSm90(PackedBoundedForwardEntry, ForwardSm90):
+    """The same for Plans that are not plain."""
 
 
 class SplitForwardSm90(SplitForwardEntry, ForwardSm90):

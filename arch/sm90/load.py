@@ -12,11 +12,13 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ..common.blocks import KeyTiles
+from ..common.ragged import Rows, sequence_plane
 from .pipeline import ForwardPipelines
 
 
 class TmaSource(NamedTuple):
-    """A TMA atom and its tensor, modes (rows, cols, head, batch): (cols, rows, ...) for V."""
+    """A TMA atom and its tensor, modes (rows, cols, head, batch): (cols, rows, ...) for V. Of packed sequences as
+    common/ragged.py has it."""
 
     atom: cute.CopyAtom
     tensor: cute.Tensor
@@ -28,9 +30,19 @@ class TileCopy(NamedTuple):
     target: cute.Tensor  # (box, slots)
 
 
-def tile_copy(tma: TmaSource, smem: cute.Tensor, tile: tuple[int, int], coord: tuple, head: Int32, batch: Int32):
+def plane_of(tma: TmaSource, head: Int32, place: Int32 | Rows, rows_mode: int = 0) -> cute.Tensor:
+    """(rows, cols) of one head, of a batch or of the rows of a packed sequence; (cols, rows) with rows_mode 1."""
+    if isinstance(place, Rows):
+        return sequence_plane(tma.tensor, head, place, rows_mode)
+    return tma.tensor[None, None, head, place]
+
+
+def tile_copy(
+    tma: TmaSource, smem: cute.Tensor, tile: tuple[int, int], coord: tuple, head: Int32, place: Int32 | Rows
+) -> TileCopy:
     """Tiles of one head, ready for TMA. `coord` keeps the mode that is walked as None."""
-    tiles = cute.local_tile(tma.tensor[None, None, head, batch], tile, coord)
+    plane = plane_of(tma, head, place, rows_mode=1 if coord[1] is None else 0)
+    tiles = cute.local_tile(plane, tile, coord)
     target, source = cpasync.tma_partition(
         tma.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
     )

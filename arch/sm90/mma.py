@@ -29,8 +29,10 @@ class ForwardMmas:
             self.dtype, self.dtype, OperandMajorMode.K, b_major, Float32, warpgroups, instruction, source
         )
 
-    def qk(self) -> cute.TiledMma:
-        return self._make(OperandMajorMode.K, self.tile.tile_n, warpgroup.OperandSource.SMEM)
+    def qk(self, half: bool = False) -> cute.TiledMma:
+        """`half`: of the first half of the keys."""
+        columns = self.tile.tile_n // 2 if half else self.tile.tile_n
+        return self._make(OperandMajorMode.K, columns, warpgroup.OperandSource.SMEM)
 
     def pv(self) -> cute.TiledMma:
         return self._make(OperandMajorMode.MN, self.width_v, warpgroup.OperandSource.RMEM)
@@ -41,6 +43,7 @@ class Fragments(NamedTuple):
 
     q: cute.Tensor  # (mma, 1, width_qk / 16, q_slots)
     k: cute.Tensor  # (mma, 1, width_qk / 16, stages)
+    k_half: cute.Tensor  # the same of the first half of the keys
     v: cute.Tensor  # (mma, 1, tile_n / 16, stages)
     s: cute.Tensor  # ((2, 2, tile_n / 8), 1, 1) float32: scores, then probabilities
     p: cute.Tensor  # ((2, 2, 2), 1, tile_n / 16) 16-bit: the A operand of PV, a view of p_packed
@@ -53,6 +56,8 @@ def make_fragments(mmas: ForwardMmas, smem: tuple, group: Int32) -> Fragments:
     s_q, s_k, s_v = smem
     tile, tiled_qk, tiled_pv = mmas.tile, mmas.qk(), mmas.pv()
     qk, pv = tiled_qk.get_slice(group * WARPGROUP), tiled_pv.get_slice(group * WARPGROUP)
+    tiled_half = mmas.qk(half=True)
+    keys_half = cute.local_tile(s_k, (tile.tile_n // 2, s_k.shape[1], tile.stages), (0, 0, 0))
     s = cute.make_rmem_tensor(qk.partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
     p_packed = cute.make_rmem_tensor((tile.tile_n // 4,), Int32)
     # the C fragment of S, read four columns at a time, is the A fragment of PV: no shuffle, no shared memory
@@ -60,6 +65,7 @@ def make_fragments(mmas: ForwardMmas, smem: tuple, group: Int32) -> Fragments:
     return Fragments(
         q=tiled_qk.make_fragment_A(qk.partition_A(s_q)),
         k=tiled_qk.make_fragment_B(qk.partition_B(s_k)),
+        k_half=tiled_half.make_fragment_B(tiled_half.get_slice(group * WARPGROUP).partition_B(keys_half)),
         v=tiled_pv.make_fragment_B(pv.partition_B(s_v)),
         s=s,
         p=cute.make_tensor(cute.recast_ptr(p_packed.iterator, dtype=mmas.dtype), as_operand),
@@ -74,6 +80,12 @@ def rows_view(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, eights)), stride=(2, (1, 4))))
 
 
+def first_half(acc: cute.Tensor) -> cute.Tensor:
+    """The first half of a wgmma accumulator's columns, an accumulator itself."""
+    (_, _, eights) = acc.shape[0]
+    return cute.make_tensor(acc.iterator, cute.make_layout(((2, 2, eights // 2), 1, 1), stride=((1, 2, 4), 0, 0)))
+
+
 def first_row(thread: Int32) -> Int32:
     """Row of the tile that accumulator row 0 of this MMA thread stands for; row 1 is 8 below (PTX, wgmma D layout)."""
     return (thread // 32) * 16 + (thread % 32) // 4
@@ -85,13 +97,18 @@ def first_column(thread: Int32) -> Int32:
 
 
 @cute.jit
-def issue_scores(mmas: cutlass.Constexpr, frags: Fragments, q_slot: Int32, k_slot: Int32):
-    """S = Q K^T, one commit group. The caller waits."""
-    mma, q, k = mmas.qk(), frags.q[None, None, None, q_slot], frags.k[None, None, None, k_slot]
+def issue_scores(
+    mmas: cutlass.Constexpr, frags: Fragments, q_slot: Int32, k_slot: Int32, half: cutlass.Constexpr[bool] = False
+):
+    """S = Q K^T, one commit group. The caller waits. `half`: only the first half of S."""
+    mma, q = mmas.qk(half), frags.q[None, None, None, q_slot]
+    k, s = frags.k[None, None, None, k_slot], frags.s
+    if cutlass.const_expr(half):
+        k, s = frags.k_half[None, None, None, k_slot], first_half(frags.s)
     mma.set(warpgroup.Field.ACCUMULATE, False)
     warpgroup.fence()
     for step in cutlass.range_constexpr(cute.size(q, mode=[2])):
-        cute.gemm(mma, frags.s, q[None, None, step], k[None, None, step], frags.s)
+        cute.gemm(mma, s, q[None, None, step], k[None, None, step], s)
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 

@@ -12,6 +12,7 @@ import cutlass.pipeline as pipelines
 from cutlass import Int32
 
 from ..common.order import Rounds, WorkTile
+from ..common.ragged import Place, Rows
 from .memory import TICKET_SLOTS
 
 
@@ -19,11 +20,13 @@ class Ticket(NamedTuple):
     live: Int32  # 0: there is nothing more to do
     work: WorkTile
     split: Int32
+    place: Place | None = None  # of packed sequences, the one that the unit is of
 
 
 class TicketRing(NamedTuple):
     pipe: pipelines.PipelineAsync
-    words: cute.Tensor  # (TICKET_WORDS, TICKET_SLOTS) Int32: live, m_block, head, batch, split, padding
+    words: cute.Tensor  # (TICKET_WORDS, TICKET_SLOTS) Int32: live, m_block, head, then batch and
+    # split, or of packed sequences first row and rows of q, first row and rows of k; padding
 
 
 def open_tickets(barriers: cute.Pointer, words: cute.Tensor, mma_threads: int) -> TicketRing:
@@ -48,21 +51,27 @@ def publish(ring: TicketRing, state: pipelines.PipelineState, ticket: Ticket):
     if cute.arch.lane_idx() == 0:
         words = ring.words[None, state.index]
         words[0] = ticket.live
-        words[1], words[2], words[3] = ticket.work.m_block, ticket.work.head, ticket.work.batch
-        words[4] = ticket.split
+        words[1], words[2] = ticket.work.m_block, ticket.work.head
+        if cutlass.const_expr(ticket.place is None):
+            words[3], words[4] = ticket.work.batch, ticket.split
+        else:
+            (words[3], words[4]), (words[5], words[6]) = ticket.place
     ring.pipe.producer_commit(state)
     state.advance()
     return state
 
 
 @cute.jit
-def receive(ring: TicketRing, state: pipelines.PipelineState):
+def receive(ring: TicketRing, state: pipelines.PipelineState, packed: cutlass.Constexpr[bool]):
     """By every MMA thread. -> (ticket, the state moved on)."""
     ring.pipe.consumer_wait(state)
     words = ring.words[None, state.index]
-    read = [cute.arch.make_warp_uniform(words[i]) for i in range(5)]
+    read = [cute.arch.make_warp_uniform(words[i]) for i in range(7 if packed else 5)]
     ring.pipe.consumer_release(state)
     state.advance()
+    if cutlass.const_expr(packed):
+        place = Place(Rows(read[3], read[4]), Rows(read[5], read[6]))
+        return Ticket(read[0], WorkTile(read[1], read[2], Int32(0)), Int32(0), place), state
     return Ticket(read[0], WorkTile(read[1], read[2], read[3]), read[4]), state
 
 

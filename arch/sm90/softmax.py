@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ..common.numeric import exp2, finite_or_zero, mul_rn
+from ..common.numeric import bits, exp2, finite_or_zero, from_bits, mul_rn
 from ..common.rowstate import RowState, inverse_total
 from .mma import rows_view
 
@@ -38,23 +38,54 @@ def _tree(values: list, combine) -> Float32:
     return values[0]
 
 
+def _positive_maxima(rows: list[list[Float32]], state: RowState) -> list[Float32]:
+    """The larger of 0 and the new maxima of both rows. Floats that are not negative are in the order of their bits, and
+    the larger of three integers is one instruction (VIMNMX3)."""
+    found = []
+    for r in range(2):
+        chains = [bits(cute.arch.fmax(state.maximum[r], Float32(0.0))), bits(rows[r][0])]
+        for c in range(1, len(rows[0]) - 1, 2):
+            larger = cutlass.max(chains[c // 2 % 2], bits(rows[r][c]))
+            chains[c // 2 % 2] = cutlass.max(larger, bits(rows[r][c + 1]))
+        largest = cutlass.max(cutlass.max(*chains), bits(rows[r][-1]))
+        for offset in (1, 2):
+            largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, offset=offset))
+        found.append(from_bits(largest))
+    return found
+
+
+@cute.jit
+def _maxima_by_bits(scores: cute.Tensor, state: RowState, maxima: cute.Tensor):
+    """`maxima` (2,) takes what _row_maxima gives: where a warp has a row with nothing above 0, by asking it."""
+    view = rows_view(scores)  # (2, tile_n / 4)
+    rows = [[view[r, c] for c in range(cute.size(view, mode=[1]))] for r in range(2)]
+    maxima[0], maxima[1] = _positive_maxima(rows, state)
+    doubtful = [(maxima[r] == 0.0) & (state.maximum[r] < 0.0) for r in range(2)]
+    if cute.arch.vote_any_sync(doubtful[0] | doubtful[1]):
+        maxima[0], maxima[1] = _row_maxima(rows, state)
+
+
 @cute.jit
 def softmax_step(
     scores: cute.Tensor,
     state: RowState,
     scale_log2: Float32,
     masked: cutlass.Constexpr[bool],
-    ahead: cutlass.Constexpr[int] = 1,
+    tile: cutlass.Constexpr,
 ):
     """Scores become exp2(scale * (score - maximum)); the state takes the new maximum, sum and rescale factor.
 
     After an unmasked tile every row has seen a key, so only masked tiles pay for the -inf guard.
-    -> sums of probabilities that are there when the first `ahead` of both rows are: never below 0, NaN perhaps.
+    -> sums of probabilities that are there when the first `tile.ahead` of both rows are: never below 0, NaN perhaps.
     """
     witnesses = []
     view = rows_view(scores)  # (2, tile_n / 4)
     rows = [[view[r, c] for c in range(cute.size(view, mode=[1]))] for r in range(2)]  # read once: compile time
-    maxima = _row_maxima(rows, state)
+    if cutlass.const_expr(tile.triples):
+        maxima = cute.make_rmem_tensor((2,), Float32)
+        _maxima_by_bits(scores, state, maxima)
+    else:
+        maxima = _row_maxima(rows, state)
     for r in cutlass.range_constexpr(2):
         subtrahend = mul_rn(maxima[r], scale_log2)
         if cutlass.const_expr(masked):
@@ -65,7 +96,7 @@ def softmax_step(
             probability = exp2(rows[r][c] * scale_log2 - subtrahend)
             view[r, c] = probability
             partial[c % 2] = probability if c < 2 else partial[c % 2] + probability
-            if cutlass.const_expr(c + 1 == ahead):
+            if cutlass.const_expr(c + 1 == max(1, tile.ahead)):
                 witnesses.append(partial[c % 2])
         state.maximum[r] = maxima[r]
         state.rescale[r] = rescale

@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.scratch import ScratchRule
+from cute_flash.spec.problem import Problem
+from cute_flash.spec.scratch import ScratchRule, TableRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
+SMEM_RESERVED = 1024  # bytes of each CTA that the system takes beside
 SPLIT = "split"  # Plan.variant: several CTAs share a query tile, each takes a run of key tiles
 WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every true head_dim under its width
 
@@ -22,6 +24,11 @@ WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every t
 # +1.8 +2.7, causal 4096 +1.2.
 # ahead (process 6): all of the softmax before the wait for P V loses 3 to 8% everywhere, half of it 1 to 3% at d=64
 # and 96. With votes and late it gains at d=128 causal 4096 +2.5, 16384 +2.8 (1024 +0.4), at d=192 full 2048 +1.9.
+# skips (percent of the kernel without, S=512 1024 2048 4096 16384, perf/NOTES.md, "what the diagonal hides"): d=192
+# causal +3.6 +3.5 +3.8 +1.8 +0.4; d=256 causal +2.9 +3.6 +3.5 +2.0 +0.7, with triples +2.5 +3.2 +4.4 +2.5 +0.9;
+# (192,128) causal +2.2 +2.1, with votes +2.3 +3.1. It loses 2% at d=64 and 96 causal from 4096 on. halves: d=64 causal
+# +6.1 +5.7; -0.8 and -2.3 at 2048 and 16384; d=128 causal +1.6 +0.5 +0.6 +0.3 +0.4. triples: d=256 full +0.3 +1.3 +2.2
+# +1.7 +1.7; d=64 and (192,128) lose 1 to 2, others 0.
 FORWARD = {
     # S=16384: 537, against 493 for 192x112, 391 for 128x128
     (64, 64, "full"): Tile(192, 128, stages=2, votes=True),
@@ -42,18 +49,20 @@ FORWARD = {
     # S=16384: 724, against 704 for 128x96; S=4096: 697 (695 without ahead), against 666 for 128x80
     (192, 192, "full"): Tile(128, 112, stages=2, ahead=14),
     # S=16384: 792, against 745 for 128x96
-    (192, 192, "causal"): Tile(128, 112, stages=2),
+    (192, 192, "causal"): Tile(128, 112, stages=2, skips=True),
     # S=16384: 707, against 662 for 128x64
-    (256, 256, "full"): Tile(128, 80, stages=2, votes=True),
+    (256, 256, "full"): Tile(128, 80, stages=2, votes=True, triples=True),
     # S=16384: 685, against 661 for 128x64
-    (256, 256, "causal"): Tile(128, 80, stages=2, votes=True),
+    (256, 256, "causal"): Tile(128, 80, stages=2, votes=True, skips=True, triples=True),
 }
 
 # The same where there are at most problem.SHORT_KEYS keys (perf/results/hopper_schedules.csv): a tile is a few steps
 # long there, and a narrower one wastes less above the diagonal and past the last key.
 SHORT = {
+    # S=512: 416, against 408 for two stages; S=1024: 447 against 445
+    (64, 64, "full"): Tile(192, 128, stages=3, votes=True),
     # S=512: 270, against 239 for 192x128; S=1024: 334 against 305 (S=2048: 417 against 443)
-    (64, 64, "causal"): Tile(128, 128, stages=2),
+    (64, 64, "causal"): Tile(128, 128, stages=2, halves=True),
     # S=512: 491, against 449 for 192x112, 426 for 192x96; S=1024: 560, 512, 522 (S=2048: 602, 645, 634)
     (96, 96, "full"): Tile(128, 128, stages=2, late=True),
     # S=512: 307, against 245 for 192x96; S=1024: 412 against 336 (S=2048: 522 against 525)
@@ -61,13 +70,13 @@ SHORT = {
     # S=1024: 475, against 468 for the row of longer ones
     (128, 128, "causal"): Tile(128, 128, stages=2),
     # S=512: 352, against 329 for 128x128, 320 for 128x96; S=1024: 476, 466, 462 (S=2048: 580, 606, 599)
-    (192, 128, "causal"): Tile(128, 64, stages=2, late=True),
+    (192, 128, "causal"): Tile(128, 64, stages=2, votes=True, late=True, skips=True),
     # S=512: 518, against 506 for 128x112, 522 for 128x64; S=1024: 655, 611, 631 (S=2048: 725, 715, 704)
     (192, 192, "full"): Tile(128, 80, stages=2),
     # S=512: 349, against 305 for 128x112, 333 for 128x80; S=1024: 491, 456, 487 (S=2048: 613, 605, 625)
-    (192, 192, "causal"): Tile(128, 64, stages=2),
+    (192, 192, "causal"): Tile(128, 64, stages=2, skips=True),
     # S=512: 351, against 332 for 128x80; S=1024: 494, 478 (S=2048: 617, 614)
-    (256, 256, "causal"): Tile(128, 64, stages=2),
+    (256, 256, "causal"): Tile(128, 64, stages=2, skips=True),
 }
 
 DRAWN_FULL = {(64, 64), (192, 192)}  # see draws
@@ -94,6 +103,13 @@ def q_slots(tile: Tile, width_qk: int, width_v: int) -> int:
 def o_apart(tile: Tile, width_qk: int, width_v: int) -> bool:
     """O leaves through shared memory where it fits beside Q, else from registers."""
     return forward_smem_bytes(tile, width_qk, width_v, o_apart=True) <= SMEM_LIMIT
+
+
+def forward_ctas(tile: Tile, width_qk: int, width_v: int) -> int:
+    """CTAs on a multiprocessor: two of one MMA warpgroup where shared memory has room, which then run in turn."""
+    apart, slots = o_apart(tile, width_qk, width_v), q_slots(tile, width_qk, width_v)
+    size = forward_smem_bytes(tile, width_qk, width_v, apart) + 2 * (slots - 1) * tile.tile_m * width_qk
+    return 2 if tile.tile_m == 64 and 2 * (size + SMEM_RESERVED) <= SMEM_LIMIT + SMEM_RESERVED else 1
 
 
 def forward_registers(tile: Tile, width_v: int) -> int:
@@ -135,7 +151,52 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
 
 
+PACKED_FEW = Tile(64, 64, stages=2)  # for packed sequences of at most problem.FEW[-1] rows; not yet measured
+
+
+def packed_tile(problem: Problem, softcap: bool) -> Tile:
+    """As dense calls', where sequences are not all too short for it; every warpgroup walks all key tiles of a unit."""
+    if problem.few_rows:
+        return PACKED_FEW
+    short = problem.short and not softcap
+    tile = forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask), short, softcap)
+    return replace(tile, skips=False, halves=False)
+
+
+def drawn_together(tile: Tile) -> int:
+    """Units that a CTA draws at once: where one is over in 2 microseconds, as long as a draw and a search take."""
+    return 4 if tile.tile_m == 64 else 1
+
+
+TABLE = TableRule(words_per_sequence=5, words=6)  # what prepares a launch for packed sequences: sequences.py
+
+
 ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward take turns at dQ
+
+WIDE = "wide"  # Plan.variant: one kernel for heads that backward.py has no registers for, see backward_wide.py
+
+WIDE_TILE = Tile(64, 96, stages=2)
+
+
+def wide_backward(problem: Problem) -> bool:
+    """For widths of 192, and 128 or 192 of v. It adds dQ in memory, in any order, and a tile of 96 keys sees more that
+    a causal mask hides: two kernels (APART) win at few keys, and where gradients must be repeatable.
+
+    NVIDIA H200, 2026-11-30, commits 9d04420 and e434319, TFLOP/s wide / apart / FA4. d=192 causal S=512 210 236 214,
+    1024 327 316 314, 2048 422 361 385, 4096 495 392 445, 16384 541 411 512, full 1024 429 376 403, 4096 507 401 475,
+    16384 568 407 524; (192,128) causal 1024 295 335 284, 2048 384 388 346, 4096 451 431 403, 16384 482 464 464, full
+    1024 381 401 363, 4096 459 441 434, 16384 506 446 478. d=192 causal 4096 added in turn 297, apart 411.
+    """
+    widths = _halved(problem.head_dim), _halved(problem.head_dim_v)
+    if problem.deterministic or widths not in ((192, 192), (192, 128)):
+        return False
+    return not problem.short or (widths == (192, 192) and str(problem.mask) == "full")
+
+
+def wide_do_slots(width_v: int) -> int:
+    """K, V, two slots of Q, P, dS and a tile of dQ leave room for one slot of dO at 192 columns, for two at 128."""
+    return 1 if width_v > 128 else 2
+
 
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
@@ -162,18 +223,42 @@ def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 WHOLE_WIDTHS = 320  # of dK and dV together at most where a warpgroup holds all columns of 64 keys
 
 
-def backward_tile(head_dim: int, head_dim_v: int, plain: bool = True) -> Tile:
+TALL_TILE = Tile(80, 128, stages=2)
+
+
+def tall_backward(problem: Problem) -> bool:
+    """Heads of 128 under a full mask: 80 query rows a tile, dQ transposed, where there are more than SHORT_KEYS keys.
+
+    NVIDIA H200, 2026-11-30, commit 221b1d2, TFLOP/s 64 rows / with dQ in turn / 80 / FA4: S=1024 489 477 486 468, 4096
+    565 559 569 575, 8192 581 579 595 607, 16384 593 592 612 628; causal 1024 369 361 358 361, 4096 528 524 514 518,
+    16384 590 590 593 617.
+    """
+    dims = width(problem.head_dim), width(problem.head_dim_v)
+    plain = str(problem.mask) == "full" and "softcap" not in problem.features
+    return dims == (128, 128) and plain and not problem.short
+
+
+def backward_tile(problem: Problem, plain: bool) -> Tile:
     """Rows measured: perf/results/hopper_backward_variants.csv, d=64 causal S=4096 488 against 404 for 64 rows.
 
     Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
     and dV, tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240
-    registers (with a softcap or a window it spills a few words), else 64. Apart, 64 rows (dQ: DQ_TILE) and 128 keys
-    where dK and dV of 64 fit a warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more), else
-    64 (dkdv.py)."""
-    width_qk, width_v = backward_widths(head_dim, head_dim_v)
-    if not fused_backward(head_dim, head_dim_v):
-        return Tile(64, 128 if width_qk + width_v <= WHOLE_WIDTHS and plain else 64, stages=2)
-    return Tile(128 if width_qk + width_v <= 128 and plain else 64, 128, stages=2)
+    registers (with a softcap or a window it spills a few words), else 64 or 80. Apart, 64 rows (dQ: DQ_TILE) and 128
+    keys where dK and dV of 64 fit a warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more),
+    else 64 (dkdv.py)."""
+    dims = problem.head_dim, problem.head_dim_v
+    widths = sum(backward_widths(*dims))
+    if wide_backward(problem):
+        return WIDE_TILE
+    if tall_backward(problem):
+        return TALL_TILE
+    if not fused_backward(*dims):
+        return _apart_tile(widths, plain)
+    return Tile(128 if widths <= 128 and plain else 64, 128, stages=2)
+
+
+def _apart_tile(widths: int, plain: bool) -> Tile:
+    return Tile(64, 128 if widths <= WHOLE_WIDTHS and plain else 64, stages=2)
 
 
 def dq_width(width_qk: int, tile: Tile, variant: str) -> int:
@@ -188,25 +273,29 @@ DQ_TILE = Tile(128, 64, stages=2)
 
 
 # Where tiles have 64 rows: does one MMA warpgroup make all of a tile's dQ, and the other that of the next tile? NVIDIA
-# H200, 2026-11-30, half of the columns each / in turn, S=4096: d=128 full 556 566, causal 515 513 (S=1024: 454 455,
-# 363 357); d=96 causal 456 495, because halves of 48 columns are none that wgmma reads, and K and dQ are 128 wide
-# instead (perf/results/hopper_backward_variants.csv, run 4).
-ALTERNATING = {(128, 128, "full")}
-
-
-def backward_variant(head_dim: int, head_dim_v: int, mask: str, tile: Tile) -> str:
+# H200, 2026-11-30, half of the columns each / in turn: d=128 full S=1024 489 477, 4096 565 559, causal 4096 528 524;
+# d=96 causal 4096 456 495, because halves of 48 columns are none that wgmma reads, and K and dQ are 128 wide instead
+# (perf/results/hopper_backward_variants.csv, run 4; d=128: commit 221b1d2).
+def backward_variant(head_dim: int, head_dim_v: int, tile: Tile) -> str:
+    if tile == WIDE_TILE:
+        return WIDE
     if not fused_backward(head_dim, head_dim_v):
         return APART
-    widths = width(head_dim), width(head_dim_v)
-    gains = widths[0] % 64 != 0 or (*widths, mask) in ALTERNATING
-    return ALTERNATE if tile.tile_m == 64 and gains else ""
+    return ALTERNATE if tile.tile_m == 64 and width(head_dim) % 64 != 0 else ""
 
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
+    if plan.variant == WIDE:
+        tile = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
+        return (replace(plan, tile=tile, variant=APART, deterministic=True),)
     if plan.variant == APART:
-        return (replace(plan, tile=Tile(64, 64, stages=2)),)
+        wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
+        others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
+        return replace(plan, tile=Tile(64, 64, stages=2)), *others
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
+    if plan.head_dim == plan.head_dim_v == 128 and plan.plain:
+        rows = (64, TALL_TILE.tile_m)
     tiles = [replace(plan, tile=Tile(tile_m, 128, stages=2)) for tile_m in rows]
     return tuple(
         replace(each, variant=variant)

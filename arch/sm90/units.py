@@ -10,7 +10,9 @@ from cute_flash.spec.plan import Plan
 
 from ..common.blocks import KeyTiles, key_tiles, never_none, part_of, window_tiles
 from ..common.order import Sizes, WorkTile, head_by_head, longest_first, tile_count
+from ..common.ragged import Place
 from .queue import Ticket
+from .schedule import ROWS_PER_WARPGROUP
 
 
 class Unit(NamedTuple):
@@ -20,6 +22,9 @@ class Unit(NamedTuple):
     row_start: Int32
     split: Int32
     tiles: KeyTiles
+    skips: Int32  # 1 for a warpgroup that sees nothing of the last key tile, which its `tiles` leave out, else 0
+    halves: Int32  # 1 for a warpgroup that sees nothing of the second half of the last key tile in its `tiles`
+    place: Place | None = None  # of packed sequences, the one that row_start and tiles are of
 
 
 class Units:
@@ -54,4 +59,25 @@ class Units:
             tiles = key_tiles(row_start, tile.tile_m, tile.tile_n, sizes.seqlen_q, sizes.seqlen_k, self.mask.causal)
             tiles = part_of(tiles, ticket.split, splits)
         tiles = never_none(tiles, cute.ceil_div(sizes.seqlen_k, tile.tile_n))
-        return Unit(work, row_start, ticket.split, tiles)
+        return Unit(work, row_start, ticket.split, tiles, Int32(0), Int32(0))
+
+    @cute.jit
+    def of_warpgroup(self, unit: Unit, group: Int32, sizes: Sizes) -> Unit:
+        """The unit as a warpgroup walks it: its 64 rows see less than the query tile's last one.
+
+        One key tile is left out at most. Further ahead, a warpgroup would wait for keys that are loaded after values
+        whose slot it holds itself."""
+        tile = self.tile
+        if cutlass.const_expr(not (self.mask.causal and (tile.skips or tile.halves))):
+            return unit
+        first, last, unmasked, whole = unit.tiles
+        last_row = unit.row_start + ROWS_PER_WARPGROUP * (group + 1) - 1
+        last_key = last_row + sizes.seqlen_k - sizes.seqlen_q
+        skips = Int32(0)
+        if cutlass.const_expr(tile.skips):
+            hidden = (last - first > 1) & ((last - 1) * tile.tile_n > last_key)
+            skips = Int32(cutlass.select_(hidden, Int32(1), Int32(0)))
+            last = last - skips
+        middle = (last - 1) * tile.tile_n + tile.tile_n // 2
+        halves = Int32(cutlass.select_(middle > last_key, Int32(1), Int32(0)))
+        return Unit(unit.work, unit.row_start, unit.split, KeyTiles(first, last, unmasked, whole), skips, halves)

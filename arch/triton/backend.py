@@ -20,6 +20,9 @@ class TritonBackend:
     def native(self, device: Device) -> bool:
         return support.native(device)
 
+    def caveat(self, device: Device) -> str:
+        return support.caveat(device)
+
     def refuse(self, problem: Problem) -> Sequence[str]:
         return support.refuse(problem)
 

@@ -7,6 +7,7 @@ from ..common.support import refuse_call
 
 CAPABILITY_MIN = (8, 0)
 CAPABILITIES_WITH_OWN_BACKEND = ((9, 0), (10, 0), (10, 3))  # sm90 and sm100 are made for these
+TRIED_ON = (9, 0)
 DTYPES = ("bfloat16", "float16", "float32")
 FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
 FORMS = (DENSE, PACKED, CACHE)
@@ -17,6 +18,10 @@ def native(device: Device) -> bool:
     if capability is None or capability < CAPABILITY_MIN:
         return False
     return capability not in CAPABILITIES_WITH_OWN_BACKEND
+
+
+def caveat(device: Device) -> str:
+    return "" if device.capability == TRIED_ON else "run on Hopper only so far: for other GPUs compiled and interpreted"
 
 
 def refuse(problem: Problem) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ __all__ = [
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
 
@@ -38,6 +40,15 @@ def _refused(dropout_p: float, alibi_slopes: torch.Tensor | None) -> dict[str, A
     if alibi_slopes is not None:
         refused["alibi_slopes"] = alibi_slopes
     return refused
+
+
+def _parts(name: str, packed: torch.Tensor, shape: str) -> tuple[torch.Tensor, ...]:
+    """q, k and v, or k and v, that lie side by side along the axis whose size `shape` spells out."""
+    sizes = shape.split(", ")
+    axis = next(index for index, size in enumerate(sizes) if size.isdecimal())
+    if packed.dim() != len(sizes) or packed.shape[axis] != int(sizes[axis]):
+        raise ValueError(f"{name} must be ({shape}), got shape {tuple(packed.shape)}")
+    return packed.unbind(axis)
 
 
 def _length(k_cache: torch.Tensor, block_table: torch.Tensor | None, given: Any) -> int:
@@ -89,17 +100,13 @@ def flash_attn_func(
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_func(q, k, v, ...) of qkv (batch, seqlen, 3, heads, head_dim), read in place."""
-    if qkv.dim() != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"qkv must be (batch, seqlen, 3, heads, head_dim), got shape {tuple(qkv.shape)}")
-    q, k, v = qkv.unbind(2)
+    q, k, v = _parts("qkv", qkv, "batch, seqlen, 3, heads, head_dim")
     return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_func(q, k, v, ...) of kv (batch, seqlen_k, 2, heads_kv, head_dim), read in place."""
-    if kv.dim() != 5 or kv.shape[2] != 2:
-        raise ValueError(f"kv must be (batch, seqlen_k, 2, heads_kv, head_dim), got shape {tuple(kv.shape)}")
-    k, v = kv.unbind(2)
+    k, v = _parts("kv", kv, "batch, seqlen_k, 2, heads_kv, head_dim")
     return flash_attn_func(q, k, v, *args, **options)
 
 
@@ -134,6 +141,31 @@ def flash_attn_varlen_func(
         softcap=softcap, return_lse=return_attn_probs, deterministic=deterministic, **_refused(dropout_p, alibi_slopes),
     )  # fmt: skip
     return (*result, None) if return_attn_probs else result
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *args: Any, **options: Any
+) -> Any:
+    """flash_attn_varlen_func(q, k, v, ...) of qkv (total, 3, heads, head_dim), read in place."""
+    q, k, v = _parts("qkv", qkv, "total, 3, heads, head_dim")
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """flash_attn_varlen_func(q, k, v, ...) of kv (total_k, 2, heads_kv, head_dim), read in place."""
+    k, v = _parts("kv", kv, "total_k, 2, heads_kv, head_dim")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **options
+    )  # fmt: skip
 
 
 def flash_attn_with_kvcache(

@@ -3,10 +3,10 @@
     cute_flash.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cute_flash")
 
-Causal and bidirectional masks, sliding windows, softcaps, grouped heads, dynamic and static caches. A padding mask
-becomes the run of real keys of each sequence, and no dense mask is ever made: sequences with runs of their own are
-attended one after another, since there is no kernel for packed ones yet, and padded query rows return 0. What has no
-such form (holes, packed or chunked sequences, dense masks, sinks, dropout) is refused with a sentence.
+Causal and bidirectional masks, sliding windows, softcaps, grouped heads, dynamic and static caches, packed sequences
+(position_ids that start again, or cu_seq_lens). A padding mask becomes the run of real keys of each sequence, and no
+dense mask is ever made: sequences with runs of their own are attended as packed ones, and padded query rows return 0.
+What has no such form (holes, chunked sequences, dense masks, sinks, dropout) is refused with a sentence.
 """
 
 import inspect
@@ -17,18 +17,18 @@ import torch
 
 from ..api import attention
 from ..spec.errors import UnsupportedError
+from ..varlen import attention_varlen
 from . import flash_attn, spans
 
 NAME = "cute_flash"
 _UNBUILT = {
     "s_aux": "attention sinks",
     "position_bias": "a position bias",
-    "cu_seq_lens_q": "packed sequences (cu_seq_lens)",
     "block_table": "paged caches",
 }
 
-# While tracing, Transformers makes every mask as if position_ids were those of packed sequences: it cannot ask them.
-_PERHAPS_PACKED = ("remap_positions_for_packed_sequence", "packed_sequence_mask_function")
+# What Transformers makes of position_ids that start again; while tracing it cannot ask them, and makes it of all.
+PACKED = ("remap_positions_for_packed_sequence", "packed_sequence_mask_function")
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
@@ -51,11 +51,26 @@ def attention_forward(
     _refuse_unbuilt(options)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     softcap = options.get("softcap")
+    if options.get("cu_seq_lens_q") is not None:  # says more than the mask, which position_ids may have led to
+        flat, lengths = (x.flatten(0, 1) for x in (q, k, v)), _lengths_of(options)
+        out = attention_varlen(*flat, **lengths, window=_window_of(module, options), scale=scaling, softcap=softcap)
+        return out.unflatten(0, q.shape[:2]), None
     if attention_mask is None:
-        left, right = _window_of(module, options)
-        return attention(q, k, v, window=(left, right), scale=scaling, softcap=softcap), None
+        return attention(q, k, v, window=_window_of(module, options), scale=scaling, softcap=softcap), None
     attend = spans.attend_in_graph if torch.compiler.is_compiling() else spans.attend
     return attend(q, k, v, attention_mask, scaling, softcap), None
+
+
+def _lengths_of(options: dict[str, Any]) -> dict[str, Any]:
+    """attention_varlen's, in Transformers' words; the batch lies in one piece. Lengths may be int64 there."""
+    starts_q = options["cu_seq_lens_q"].int()
+    starts_k = starts_q if options.get("cu_seq_lens_k") is None else options["cu_seq_lens_k"].int()
+    longest = {
+        f"max_seqlen_{name}": options[f"max_length_{name}"]
+        for name in "qk"
+        if isinstance(options.get(f"max_length_{name}"), int)  # a hint, and to read a tensor waits for the GPU
+    }
+    return {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, **longest}
 
 
 def _window_of(module: torch.nn.Module, options: dict[str, Any]) -> tuple[int | None, int | None]:
@@ -99,30 +114,36 @@ def mask_spans(
 ) -> torch.Tensor | None:
     """Transformers' mask interface: None where the module's own flags say all, else the spans of the sequences.
 
-    Those travel as int32 (batch, 1, 1, 5) on the CPU, a Span each, -1 for unbounded. Four dimensions, because
+    Those travel as int32 (spans, 1, 1, 6) on the CPU, a Span each, -1 for unbounded. Four dimensions, because
     Transformers hands a mask of four on as it is. UnsupportedError for a mask that has no such form.
     """
-    if torch.compiler.is_compiling() and not _is_plain(mask_function):
-        places = (batch_size, q_length, kv_length, q_offset, kv_offset)
-        left, right = _bounds_in_graph(mask_function, places, options)
-    else:
-        left, right = _bounds_of(mask_function)
-    aligned = left is not None or right is not None
-    if attention_mask is None and not isinstance(q_offset, torch.Tensor):
-        length = q_offset + q_length - kv_offset
-        if (length == kv_length or not aligned) and _told(left, right):
-            return None
     places = spans.Places(batch_size, q_length, kv_length, q_offset, kv_offset)
     if torch.compiler.is_compiling():
-        return spans.of_mask_in_graph(attention_mask, places, (left, right))
-    if _told(left, right):
-        return spans.of_mask(attention_mask, places, (left, right), whole_is_none=True)
-    return spans.of_mask(attention_mask, places, (left, right))
+        return _in_graph(mask_function, attention_mask, places, options)
+    mask_function, numbers = _unpacked(mask_function)
+    bounds = _bounds_of(mask_function)
+    if numbers is not None:
+        return spans.of_packed(numbers, bounds)
+    places = places._replace(q_offset=int(q_offset))
+    if _told(bounds) and spans.is_whole(attention_mask, places, bounds):
+        return None
+    return spans.of_mask(attention_mask, places, bounds)
 
 
-def _told(left: int | None, right: int | None) -> bool:
+def _in_graph(
+    mask_function: Callable[..., Any], mask: torch.Tensor | None, places: spans.Places, options: dict[str, Any]
+) -> torch.Tensor | None:
+    """mask_spans while a graph is traced, where values cannot be asked for."""
+    bounds = _bounds_of(mask_function) if _is_plain(mask_function) else _bounds_in_graph(mask_function, places, options)
+    known = mask is None and not isinstance(places.q_offset, torch.Tensor)
+    if known and _told(bounds) and spans.is_whole(None, places, bounds):
+        return None
+    return spans.of_mask_in_graph(mask, places, bounds)
+
+
+def _told(bounds: spans.Bounds) -> bool:
     """Does the module's own is_causal, with its sliding_window, say the same?"""
-    return right == 0 or (left is None and right is None)
+    return bounds[1] == 0 or bounds == (None, None)
 
 
 def _is_plain(mask_function: Callable[..., Any]) -> bool:
@@ -131,6 +152,17 @@ def _is_plain(mask_function: Callable[..., Any]) -> bool:
     return mask_function is masking_utils.causal_mask_function or (
         mask_function is masking_utils.bidirectional_mask_function
     )
+
+
+def _unpacked(mask_function: Callable[..., Any]) -> tuple[Callable[..., Any], torch.Tensor | None]:
+    """(the mask of each sequence, of each token (batch, seqlen) the number of its sequence; None where all is one)."""
+    if _is_plain(mask_function) or _maker(mask_function) != "and_masks":
+        return mask_function, None
+    parts = _closed_over(mask_function)["mask_functions"]
+    if tuple(map(_maker, parts)) != PACKED:
+        return mask_function, None
+    numbers = _closed_over(parts[1])["packed_sequence_mask"]
+    return _closed_over(parts[0])["mask_function"], numbers if bool(numbers.any()) else None
 
 
 def _bounds_of(mask_function: Callable[..., Any]) -> tuple[int | None, int | None]:
@@ -147,11 +179,6 @@ def _bounds_of(mask_function: Callable[..., Any]) -> tuple[int | None, int | Non
     if (kind, *makers) == ("and_masks", "sliding_window_bidirectional_overlay", "bidirectional_mask_function"):
         width = _closed_over(parts[0][1])["sliding_window"]
         return width, width
-    packed = (kind, *makers) == ("and_masks", *_PERHAPS_PACKED)
-    if packed and not bool(_closed_over(parts[1][1])["packed_sequence_mask"].any()):
-        return _bounds_of(
-            _closed_over(parts[0][1])["mask_function"]
-        )  # the number of each token's sequence: one, after all
     names = f"{kind}({', '.join(makers)})" if makers else kind
     raise UnsupportedError(
         f"attn_implementation={NAME!r} serves causal, bidirectional and sliding-window masks, and this one is {names}"
@@ -159,7 +186,7 @@ def _bounds_of(mask_function: Callable[..., Any]) -> tuple[int | None, int | Non
 
 
 def _bounds_in_graph(
-    mask_function: Any, places: tuple[int, int, int, Any, int], options: dict[str, Any]
+    mask_function: Any, places: spans.Places, options: dict[str, Any]
 ) -> tuple[int | None, int | None]:
     """A compiler does not look into closures: take the mask for causal, and have the graph check the ends of each row.
 

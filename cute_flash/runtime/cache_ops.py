@@ -20,7 +20,7 @@ _calls: dict[tuple[Any, ...], CacheCall] = {}
 
 def attention_kvcache(q: torch.Tensor, cache: Cache, options: Options, splits: tuple[Any, Any]) -> Any:
     """attention_kvcache() as a graph holds it, for options that are checked."""
-    q = caches.autocast(q, cache)
+    q, cache = caches.autocast(q, cache)
     caches.check(q, cache)
     num_splits, batch_invariant = splits[0], caches.check_splits(*splits)
     q, words = ops.words_of(q, options)
@@ -44,13 +44,14 @@ def _append_forward(q: torch.Tensor, *given: Any) -> Any:
         caches.check(q, cache)
         caches.check_splits(num_splits, batch_invariant)
         options = caches.without_right(words.options(lse), q.shape[1])
-        numbers = words.numbers(q.shape[3])[:1] + request.bounds(options.causal, options.window, options.softcap)[1]
+        of, (scale, *_) = ops.split(q, cache.k, cache.v, words)
+        numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
         out: torch.Tensor
         lse_out: torch.Tensor | None
         if request.is_empty(q, cache.k) or cache.capacity == 0:
             out, lse_out = autograd.empty_outputs(q, cache.v)
         else:
-            key = (*ops.kind(q, cache.k, cache.v, words), q.shape[1], cache.page_size, lse)
+            key = (of, q.shape[1], cache.page_size, cache.batch_idx is None, cache.appends, lse)
             call = _calls.get(key) or ops.remember(_calls, key, CacheCall(q, cache, options))
             out, lse_out = call(q, cache, numbers, num_splits, batch_invariant)
     return out, ops.no_lse(q) if lse_out is None or not lse else lse_out
@@ -62,6 +63,7 @@ def _fake_forward(q: torch.Tensor, *given: Any) -> Any:
 
 def _fake_append_forward(q: torch.Tensor, *given: Any) -> Any:
     cache, lse = Cache(*given[:7]), given[9]
+    caches.check(q, cache)
     batch, seqlen_q, heads_q, _ = q.shape
     out = q.new_empty(batch, seqlen_q, heads_q, cache.v.shape[3])
     return out, q.new_empty(batch, heads_q, seqlen_q, dtype=request.lse_dtype(q.dtype)) if lse else ops.no_lse(q)
@@ -71,16 +73,10 @@ def _register() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     tables = "Tensor cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx"
     rest = f"SymInt? num_splits, bool batch_invariant, bool lse, {ops.WORDS}) -> (Tensor, Tensor)"
-    head = f"(Tensor q, Tensor k_cache, Tensor v_cache, {tables}"
-    ops.define(library, "attention_kvcache", f"{head}, {rest}")
-    head = f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {tables}, Tensor k_new, Tensor v_new"
-    ops.define(library, "attention_kvcache_append", f"{head}, {rest}")
-    for name, run, fake in (
-        ("attention_kvcache", _forward, _fake_forward),
-        ("attention_kvcache_append", _append_forward, _fake_append_forward),
-    ):
-        library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    read = f"attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {tables}, {rest}"
+    written = f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {tables}, Tensor k_new, Tensor v_new"
+    ops.define(library, read, _forward, _fake_forward)
+    ops.define(library, f"attention_kvcache_append({written}, {rest}", _append_forward, _fake_append_forward)
     return library
 
 

@@ -7,6 +7,7 @@ while its work still runs, and its handle given to the next, so that a launch th
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -22,23 +23,37 @@ class Counters:
         self.device = device
         self.of_stream: dict[int, torch.Tensor] = {}  # cudaStream_t -> counter
         self.captured: list[torch.Tensor] = []  # kept for as long as a graph may run
+        self.low = False  # captures took half a slab: more are to be made outside one
         self._lock = threading.Lock()
         self._slab: list[torch.Tensor] = []
         if not torch.cuda.is_current_stream_capturing():
             self._refill()
 
     def _refill(self) -> None:
+        # In a thread of its own. While torch.compile(mode="reduce-overhead") warms up, what the caller's thread
+        # allocates lies in its graph's pool, where nothing may outlive the call; and modes (inference) are a thread's.
+        with ThreadPoolExecutor(1) as aside:
+            self._slab += aside.submit(self._zeros).result()
+        self.low = False
+
+    def _zeros(self) -> list[torch.Tensor]:
         aside = torch.cuda.Stream(self.device)  # waiting for the zeros must not be waiting for what the caller queued
         with torch.cuda.stream(aside):
             zeros = torch.zeros(SLAB, dtype=torch.int32, device=self.device)
         aside.synchronize()
-        self._slab = list(zeros.split(1))
+        return list(zeros.split(1))
+
+    def top_up(self) -> None:
+        with self._lock:
+            if self.low:
+                self._refill()
 
     def for_capture(self) -> torch.Tensor:
         with self._lock:
             # nothing can be zeroed beside a capture; inside, the zeroing becomes part of the graph
             fresh = self._slab.pop() if self._slab else self._zero()
             self.captured.append(fresh)
+            self.low = len(self._slab) < SLAB // 2
             return fresh
 
     def for_new_stream(self) -> torch.Tensor:
@@ -83,6 +98,8 @@ def counter_for(device: torch.device) -> Counter:
                 return counter()
         if capturing():
             return counters.for_capture()
+        if counters.low:
+            counters.top_up()
         found = of_stream.get(handle(index))
         return counters.for_new_stream() if found is None else found
 

@@ -43,13 +43,16 @@ class Decision:
         headline = f"the {self.problem.direction} on {self.problem.device} falls back to {self.backend.name}:"
         return lay_out(headline, self.refusals)
 
+    @property
+    def caveat(self) -> str:
+        return self.backend.caveat(self.problem.device)
+
     def lines(self, origin: str = "") -> list[str]:
         """The walk, forward only. `origin` says where the kernel came from."""
         origin = f" ({origin})" if origin else ""
         mark = " [fallback]" if self.fallback else ""
         lines = [str(self.problem), f"  runs: {self.plan}{mark}{origin}"]
-        caveat = getattr(self.backend, "caveat", "")
-        lines += [f"  {self.backend.name}: {caveat}"] if caveat else []
+        lines += [f"  {self.backend.name}: {self.caveat}"] if self.caveat else []
         lines += [f"  {sentence}" for sentence in self.sharing + self.copies]
         return lay_out("\n".join(lines), self.refusals).splitlines()
 
@@ -63,7 +66,7 @@ class Decision:
             "refusals": {name: list(sentences) for name, sentences in self.refusals.items()},
             "copies": list(self.copies),
             "sharing": list(self.sharing),
-            "caveat": getattr(self.backend, "caveat", ""),
+            "caveat": self.caveat,
             "backward": self.backward.facts() if self.backward else None,
         }
 

@@ -15,7 +15,7 @@ from ..spec.device import Device
 from ..spec.errors import BackendBuildError
 from ..spec.mask import FULL
 from ..spec.problem import Problem
-from ..spec.scratch import ScratchRule
+from ..spec.scratch import ScratchRule, TableRule
 from ..spec.splits import SplitRule, rule_of
 from . import compiler, counters, dispatch, report
 from .dispatch import Decision
@@ -30,6 +30,7 @@ from .request import (
     needs_grad,
     scale_copy,
 )
+from .tables import with_table
 
 Kernel = Callable[..., Any]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
@@ -344,7 +345,7 @@ def _unpad(tensor: torch.Tensor, pad: int) -> torch.Tensor:
     return tensor[..., :-pad].contiguous() if pad else tensor
 
 
-def bind_backward(kernel: Kernel, site: Site, scratch: ScratchRule | None) -> Backward:
+def bind_backward(kernel: Kernel, site: Site, scratch: ScratchRule | TableRule | None) -> Backward:
     """(dout, q, k, v, out, lse, dlse, *numbers) -> (dq, dk, dv), contiguous."""
     names = ("dout", "q", "k", "v", "out")
 
@@ -352,7 +353,7 @@ def bind_backward(kernel: Kernel, site: Site, scratch: ScratchRule | None) -> Ba
         _, q, k, v, *_ = operands
         gradients = q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
         operands = operands[:7] + gradients + operands[7:]
-        if scratch is not None:
+        if isinstance(scratch, ScratchRule):
             batch, seqlen_q, heads_q, _ = q.shape
             operands += (q.new_empty(scratch.elements(batch, heads_q, seqlen_q), dtype=torch.float32),)
         try:
@@ -477,6 +478,7 @@ def prepare_problem(
         group_rows(decision, options.backend, site[0]),
         Splitter(decision, site[0], packs=True),
     )
+    forward = with_table(forward, decision.backend.scratch(decision.plan))
     return Call(forward, default_scale(problem.head_dim), options.return_lse, backwards)
 
 

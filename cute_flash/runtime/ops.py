@@ -7,9 +7,8 @@ WORDS are the options of a call as primitives: whether a bound exists is static,
 every size. Eager calls do not come through here: a dispatcher's round trip costs more than their whole warm path.
 """
 
-import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,7 +20,9 @@ from .request import Options
 
 NAMESPACE = "cute_flash"
 WORDS = "bool causal, SymInt? left, SymInt? right, float? scale, float? softcap, bool deterministic, str? backend"
-_TABLE_MAX = 4096  # entries of a table below; bounded because keys hold settings.generation
+_TABLE_MAX = 4096  # calls that a table remembers; bounded because keys hold settings.generation
+
+Value = TypeVar("Value")
 
 _forwards: dict[tuple[Any, ...], Call] = {}
 _backwards: dict[tuple[Any, ...], Backward] = {}
@@ -46,14 +47,17 @@ class Words(NamedTuple):
             return_lse=lse, deterministic=self.deterministic, backend=self.backend,
         )  # fmt: skip
 
-    def numbers(self, head_dim: int) -> tuple[float, ...]:
-        """What a kernel takes after its tensors."""
+    def split(self, head_dim: int) -> tuple[request.Kind, tuple[float, ...]]:
+        """(what a kernel depends on, the numbers that it takes after its tensors)."""
         scale = request.default_scale(head_dim) if self.scale is None else self.scale
         if not request.SCALE_MIN <= scale <= request.SCALE_MAX:
             raise ValueError(
                 f"scale={scale}: the operator takes 2**-100 to 2**16; attention() folds a sign or 0 into q"
             )
-        return (scale, *request.bounds(self.causal, (self.left, self.right), self.softcap)[1])
+        if self.left is self.right is self.softcap is None:
+            return self.causal, (scale,)
+        kind, bounds = request.bounds(self.causal, (self.left, self.right), self.softcap)
+        return kind, (scale, *bounds)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Any:
@@ -82,17 +86,19 @@ def _fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
 
 
-def kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> tuple[Any, ...]:
-    """What a kernel depends on, sizes along batch and sequence left out: the key of a table."""
-    return (
-        q.dtype, q.device, q.shape[2:], k.shape[2], v.shape[3],
-        request.bounds(words.causal, (words.left, words.right), words.softcap)[0],
+def split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+    """(what a kernel depends on but for batch and lengths: the key of a table, the numbers that it takes)."""
+    heads_and_dim = q.shape[2:]
+    kind, numbers = words.split(heads_and_dim[-1])
+    key = (
+        q.dtype, q.device, heads_and_dim, k.shape[2], v.shape[3], kind,
         words.deterministic or torch.are_deterministic_algorithms_enabled(), words.backend,
         settings.generation, request.ieee_float32(q.dtype),
     )  # fmt: skip
+    return key, numbers
 
 
-def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> Any:
+def remember(table: dict[tuple[Any, ...], Value], key: tuple[Any, ...], value: Value) -> Value:
     if len(table) >= _TABLE_MAX:
         table.clear()
     table[key] = value
@@ -101,17 +107,16 @@ def remember(table: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any
 
 def _prepare(key: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Call:
     with torch.no_grad():  # gradients are the operator's affair
-        call: Call = remember(_forwards, key, launch.prepare(q, k, v, options))
-    return call
+        return remember(_forwards, key, launch.prepare(q, k, v, options))
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *given: Any) -> Any:
     words = Words(*given)
-    key = (*kind(q, k, v, words), k.shape[1] <= SHORT_KEYS, lse)
+    of, numbers = split(q, k, v, words)
+    key = (of, k.shape[1] <= SHORT_KEYS, lse)
     call = _forwards.get(key)
     if call is None or not _fit(q, k, v):
         request.check_tensors(q, k, v)
-    numbers = words.numbers(q.shape[3])
     out: torch.Tensor
     lse_out: torch.Tensor | None
     if request.is_empty(q, k):
@@ -129,11 +134,11 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *give
 def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
     q, k, v, out, lse, *given = rest
     words = Words(*given)
-    key = (*kind(q, k, v, words), dlse is not None)
+    of, numbers = split(q, k, v, words)
+    key = (of, k.shape[1] <= SHORT_KEYS, dlse is not None)
     backward = _backwards.get(key)
     if backward is None or not _fit(q, k, v):
         request.check_tensors(q, k, v)
-    numbers = words.numbers(q.shape[3])
     if request.is_empty(q, k):
         return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     with torch.no_grad():
@@ -165,27 +170,6 @@ def _fake_backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) ->
 # --------------------------------------------------------------------------------------------------------- autograd
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, ctx.has_lse, *ctx.words = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-    q, k, v, out, lse = ctx.saved_tensors
-    nothing = (None,) * (1 + len(ctx.words))
-    if not ctx.has_lse:  # traced where no gradient was wanted, and differentiated all the same
-        dlse = None
-        out, lse = torch.ops.cute_flash.attention(q.detach(), k.detach(), v.detach(), True, *ctx.words)
-    if dout is None and dlse is None:
-        return (None, None, None, *nothing)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    grads = torch.ops.cute_flash.attention_backward(dout, dlse, q, k, v, out, lse, *ctx.words)
-    kept = (grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad[:3], strict=True))
-    return tuple(itertools.chain(kept, nothing))
-
-
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """There is no second derivative to keep anything for."""
 
@@ -194,36 +178,80 @@ def _refuse_twice(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError(autograd.ONCE)
 
 
-ONCE = (_keep_nothing, _refuse_twice)  # of a backward: it has no gradient
+Gradient = tuple[Callable[..., None], Callable[..., Any]]  # (what to keep, how to differentiate)
 
 
-def define(library: torch.library.Library, name: str, schema: str) -> None:
-    """Operands as they lie: a copy into another layout would be one that eager calls do not make."""
-    library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+def _gradient_of(name: str, lengths: tuple[str, ...]) -> Gradient:
+    """Of an operator of define_attention."""
+    tensors = sum(each.startswith("Tensor ") for each in lengths)  # they come first
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        q, k, v, *rest = inputs
+        ctx.has_lse = rest.pop(len(lengths))
+        ctx.save_for_backward(q, k, v, *output, *rest[:tensors])
+        ctx.primitives = rest[tensors:]
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        rest += ctx.primitives
+        nothing = (None,) * (1 + len(rest))
+        if not ctx.has_lse:  # traced where no gradient was wanted, and differentiated all the same
+            dlse = None
+            detached = (x.detach() for x in (q, k, v))
+            operator = getattr(torch.ops.cute_flash, name)
+            out, lse = operator(*detached, *rest[: len(lengths)], True, *rest[len(lengths) :])
+        if dout is None and dlse is None:
+            return (None, None, None, *nothing)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        grads = getattr(torch.ops.cute_flash, f"{name}_backward")(dout, dlse, q, k, v, out, lse, *rest)
+        kept = (grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad[:3], strict=True))
+        return (*kept, *nothing)
+
+    return keep, differentiate
 
 
-def implement(
-    library: torch.library.Library,
-    name: str,
-    running: tuple[Callable[..., Any], Callable[..., Any]],
-    gradient: tuple[Callable[..., Any], Callable[..., Any]],
-) -> None:
-    """running = (the operator, its fake kernel), gradient = (what to keep, how to differentiate)."""
-    run, fake = running
-    keep, differentiate = gradient
+# ------------------------------------------------------------------------------------------------------- registering
+
+
+def define(
+    library: torch.library.Library, schema: str, run: Callable[..., Any], fake: Callable[..., Any],
+    gradient: Gradient | None = None,
+) -> None:  # fmt: skip
+    """An operator; its operands as they lie: a copy into another layout would be one that eager calls do not make."""
+    name = schema.partition("(")[0]
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    torch.library.register_autograd(f"{NAMESPACE}::{name}", differentiate, setup_context=keep, lib=library)
+    if gradient is not None:
+        keep, differentiate = gradient
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", differentiate, setup_context=keep, lib=library)
+
+
+def define_attention(
+    library: torch.library.Library, name: str, lengths: tuple[str, ...], words: str,
+    running: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
+) -> None:  # fmt: skip
+    """An operator and its gradient, once differentiable; running = (forward, its fake, backward):
+
+        name           (q, k, v, LENGTHS, lse, WORDS) -> (out, lse)
+        name_backward  (dout, dlse, q, k, v, out, lse, LENGTHS, WORDS) -> (dq, dk, dv)
+
+    lengths, words: the schemas of what is between and after, tensors of the lengths first.
+    """
+    run, fake, run_backward = running
+    head = "Tensor q, Tensor k, Tensor v"
+    forward = ", ".join((head, *lengths, "bool lse", words))
+    backward = ", ".join((f"Tensor dout, Tensor? dlse, {head}, Tensor out, Tensor lse", *lengths, words))
+    define(library, f"{name}({forward}) -> (Tensor, Tensor)", run, fake, _gradient_of(name, lengths))
+    once = _keep_nothing, _refuse_twice
+    define(library, f"{name}_backward({backward}) -> (Tensor, Tensor, Tensor)", run_backward, _fake_backward, once)
 
 
 def _register() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
-    head = "Tensor q, Tensor k, Tensor v"
-    given = f"Tensor dout, Tensor? dlse, {head}, Tensor out, Tensor lse"
-    define(library, "attention", f"({head}, bool lse, {WORDS}) -> (Tensor, Tensor)")
-    define(library, "attention_backward", f"({given}, {WORDS}) -> (Tensor, Tensor, Tensor)")
-    implement(library, "attention", (_forward, _fake_forward), (_keep, _differentiate))
-    implement(library, "attention_backward", (_backward, _fake_backward), ONCE)
+    define_attention(library, "attention", (), WORDS, (_forward, _fake_forward, _backward))
     return library
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..spec.device import Device
+from ..spec.lengths import check_starts
 from ..spec.problem import FEW, PACKED, SHORT_KEYS, Problem
 from . import autograd, dispatch, launch, request
 from .dispatch import Decision
@@ -30,21 +31,22 @@ class Lengths(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
 
-    @property
-    def kind(self) -> Kind:
-        return kind(self.max_seqlen_q, self.max_seqlen_k)
+    def kind(self, q: torch.Tensor, k: torch.Tensor) -> Kind:
+        starts = self.cu_seqlens_q.shape[0]
+        return kind((self.max_seqlen_q, self.max_seqlen_k), (q.shape[0], k.shape[0]), starts)
 
 
-def _few(longest: int | None) -> int:
-    if longest is None or longest > FEW[-1]:
-        return 0
-    return next(few for few in FEW if longest <= few)
+def _few(longest: int | None, total: int, starts: int) -> int:
+    if longest is None:
+        return FEW[-1] if total <= FEW[-1] * (starts - 1) else 0
+    return 0 if longest > FEW[-1] else next(few for few in FEW if longest <= few)
 
 
-def kind(max_seqlen_q: int | None, max_seqlen_k: int | None) -> Kind:
-    """All that a kernel depends on of the hints."""
-    short = max_seqlen_k is not None and max_seqlen_k <= SHORT_KEYS
-    return _few(max_seqlen_q), _few(max_seqlen_k), short
+def kind(longest: tuple[int | None, int | None], totals: tuple[int, int], starts: int) -> Kind:
+    """All that a kernel depends on of the hints: the longest of q's and of k's. Without one, sequences count as short
+    where they are in the mean; totals: rows of q and of k, starts: of cu_seqlens."""
+    few_q, few_k = _few(longest[0], totals[0], starts), _few(longest[1], totals[1], starts)
+    return few_q, few_k, longest[1] is not None and longest[1] <= SHORT_KEYS
 
 
 def fit(q: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> bool:
@@ -149,7 +151,10 @@ def run(
     return out.squeeze(0), lse.squeeze(0) if call.return_lse else None
 
 
-def empty(qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Outputs:
-    """Where there is no query, or no key in any sequence."""
+def empty(qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], lengths: Lengths) -> Outputs:
+    """Where there is no query, or no key in any sequence. No kernel looks at the lengths: done here, on the host."""
+    for name, starts, rows in zip(Lengths._fields, lengths[:2], qkv[:2], strict=False):
+        if starts.device.type == "cpu":
+            check_starts(name, starts.tolist(), rows.shape[0])
     out, lse = autograd.Empty.apply(*as_batch_of_one(*qkv))
     return out.squeeze(0), lse.squeeze(0)

@@ -6,7 +6,6 @@
 As in ops.py; LENGTHS are packed.Lengths.
 """
 
-import itertools
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from .ops import NAMESPACE, Words
 from .packed import Lengths
 from .request import Options
 
-_LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
+LENGTHS = ("Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "SymInt? max_seqlen_q", "SymInt? max_seqlen_k")
 
 _forwards: dict[tuple[Any, ...], Call] = {}
 _backwards: dict[tuple[Any, ...], Backward] = {}
@@ -42,18 +41,18 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> Any:
     lengths, lse, words = Lengths(*given[:4]), given[4], Words(*given[5:])
     _checked(q, k, v, lengths)
-    numbers = words.numbers(q.shape[2])
+    batch_of_one = packed.as_batch_of_one(q, k, v)
+    of, numbers = ops.split(*batch_of_one, words)
     with torch.no_grad():  # gradients are the operator's affair
         out: torch.Tensor
         lse_out: torch.Tensor | None
         if request.is_empty(q, k):
-            out, lse_out = packed.empty((q, k, v))
+            out, lse_out = packed.empty((q, k, v), lengths)
         else:
-            batch_of_one = packed.as_batch_of_one(q, k, v)
-            key = (*ops.kind(*batch_of_one, words), lengths.kind, lse)
+            key = (of, lengths.kind(q, k), lse)
             call = _forwards.get(key)
             if call is None:
-                call = packed.prepare(batch_of_one, lengths.kind, words.options(lse))
+                call = packed.prepare(batch_of_one, lengths.kind(q, k), words.options(lse))
                 ops.remember(_forwards, key, call)
             out, lse_out = packed.run(call, (q, k, v), lengths, numbers)
     return out, ops.no_lse(q) if lse_out is None or not lse else lse_out
@@ -63,15 +62,15 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
     q, k, v, out, lse, *given = rest
     lengths, words = Lengths(*given[:4]), Words(*given[4:])
     _checked(q, k, v, lengths)
-    numbers = words.numbers(q.shape[2])
+    batch_of_one = packed.as_batch_of_one(q, k, v)
+    of, numbers = ops.split(*batch_of_one, words)
     if request.is_empty(q, k):
         return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     with torch.no_grad():
-        batch_of_one = packed.as_batch_of_one(q, k, v)
-        key = (*ops.kind(*batch_of_one, words), lengths.kind, dlse is not None)
+        key = (of, lengths.kind(q, k), dlse is not None)
         backward = _backwards.get(key)
         if backward is None:
-            backward = packed.prepare_backward(batch_of_one, lengths.kind, words.options(dlse is not None))
+            backward = packed.prepare_backward(batch_of_one, lengths.kind(q, k), words.options(dlse is not None))
             ops.remember(_backwards, key, backward)
         dlse = dlse if dlse is None else dlse.contiguous().unsqueeze(0)
         saved = (*batch_of_one, out.unsqueeze(0), lse.unsqueeze(0))
@@ -87,42 +86,9 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
     return out, q.new_empty(heads_q, total_q, dtype=request.lse_dtype(q.dtype)) if lse else ops.no_lse(q)
 
 
-def _fake_backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in rest[:3])
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.hints, ctx.has_lse = inputs[:8]
-    ctx.words = inputs[8:]
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-    q, k, v, out, lse, *cu_seqlens = ctx.saved_tensors
-    rest = (*cu_seqlens, *ctx.hints)
-    nothing = (None,) * (len(rest) + 1 + len(ctx.words))
-    if not ctx.has_lse:  # traced where no gradient was wanted, and differentiated all the same
-        dlse = None
-        detached = (x.detach() for x in (q, k, v))
-        out, lse = torch.ops.cute_flash.attention_varlen(*detached, *rest, True, *ctx.words)
-    if dout is None and dlse is None:
-        return (None, None, None, *nothing)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    grads = torch.ops.cute_flash.attention_varlen_backward(dout, dlse, q, k, v, out, lse, *rest, *ctx.words)
-    kept = (grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad[:3], strict=True))
-    return tuple(itertools.chain(kept, nothing))
-
-
 def _register() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    head = "Tensor q, Tensor k, Tensor v"
-    given = f"Tensor dout, Tensor? dlse, {head}, Tensor out, Tensor lse"
-    ops.define(library, "attention_varlen", f"({head}, {_LENGTHS}, bool lse, {ops.WORDS}) -> (Tensor, Tensor)")
-    ops.define(library, "attention_varlen_backward", f"({given}, {_LENGTHS}, {ops.WORDS}) -> (Tensor, Tensor, Tensor)")
-    ops.implement(library, "attention_varlen", (_forward, _fake_forward), (_keep, _differentiate))
-    ops.implement(library, "attention_varlen_backward", (_backward, _fake_backward), ops.ONCE)
+    ops.define_attention(library, "attention_varlen", LENGTHS, ops.WORDS, (_forward, _fake_forward, _backward))
     return library
 
 

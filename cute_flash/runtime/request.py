@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.mask import Mask
-from ..spec.problem import FORWARD, SHORT_KEYS, Problem
+from ..spec.problem import DENSE, FORWARD, SHORT_KEYS, Problem
 from . import emulation
 
 HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
@@ -391,7 +391,7 @@ def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
     if not is_autocast(q.device) or (q.dtype == k.dtype == v.dtype and q.dtype != torch.float32):
         return q, k, v
     target = torch.get_autocast_dtype(q.device.type)
-    return _cast(q, target), _cast(k, target), _cast(v, target)
+    return cast(q, target), cast(k, target), cast(v, target)
 
 
 def is_special(*qkv: Any) -> bool:
@@ -401,7 +401,7 @@ def is_special(*qkv: Any) -> bool:
     return is_traced(*qkv) or any(new is not old for new, old in zip(autocast(*qkv), qkv, strict=True))
 
 
-def _cast(tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+def cast(tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:
     return tensor.to(target) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
@@ -434,4 +434,5 @@ def describe(
 
 def backward_of(problem: Problem, lse_grad: bool) -> Problem:
     """The backward problem that a forward leads to. dout's layout is not known yet, so nothing is said of alignment."""
-    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, short=False, unaligned=())
+    short = problem.short and problem.form == DENSE
+    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, short=short, unaligned=())

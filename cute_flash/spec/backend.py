@@ -19,6 +19,9 @@ cu_seqlens  (sequences + 1,) int32, contiguous, on the operands' device: sequenc
             zero gradients; no row reads what belongs to another sequence, NaN included. The office has not read the
             values: out of order they may give any numbers, but nothing is read or written outside the operands.
 
+A packed forward may want scratch (see `scratch`, a TableRule): its kernel takes (elements,) int32, as it comes, after
+these numbers.
+
 A Plan whose form is "cache" (forward only) runs few query rows over a cache. Its k and v are
 (cache rows, length, heads_kv, dim), or with a page_size (pages, page_size, heads_kv, dim), and seven operands stand
 before the scale:
@@ -35,7 +38,8 @@ split_keys       0: equal shares of what each row has. Else each share is exactl
                  that no other row changes how a row is summed; splits * split_keys holds the whole cache
 
 As with cu_seqlens, values are not read by the office, and wrong ones touch nothing outside the operands. What is not a
-key of the row is never read into it.
+key of the row is never read into it. A Plan may say which of the operands that may be None are given (`chosen`,
+`appends`): its kernel takes these and no others.
 
 A Plan that is not `plain` has a windowed mask, a softcap or both. Its kernels take three numbers after the scale, here
 and below, of which one that the Plan does not use is 0:
@@ -49,8 +53,6 @@ A Plan that `draws` has kernels that take one more operand, the last:
 
 counter  (1,) int32, zero before and after; no other launch that may run at the same time is given it
 
-A backend may have a `caveat`, which `explain` shows beside its plans.
-
 A backend may offer a second forward for calls whose query tiles are too few to fill the GPU (see `split`):
 
     kernel(q, k, v, out, lse, scale[, left, right, softcap], o_partial, state_partial)
@@ -61,7 +63,8 @@ state_partial (splits, batch, heads_q, seqlen_q, 2) float32, scratch: a row's ma
 and a third one of the same kind for calls whose rows, of all query heads of a group together, fit one query tile (see
 `pack`); `splits` may be 1 there.
 
-A backward may want scratch (see `scratch`): its kernel takes (elements,) float32, as it comes, as the last operand.
+A backward may want scratch (see `scratch`): its kernel takes (elements,) float32, as it comes, as the last operand. So
+may a cache's, so many elements for each of its splits, and none where splits is 1.
 
 lse is None where Plan.lse is False, dlse where Plan.lse_grad is False. The office never calls a kernel with an empty
 batch, head or sequence dimension, and hands over tensors that keep the backend's `row_alignment`.
@@ -73,7 +76,7 @@ from typing import Any, Protocol
 from .device import Device
 from .plan import Plan
 from .problem import Problem
-from .scratch import ScratchRule
+from .scratch import ScratchRule, TableRule
 
 
 class Backend(Protocol):
@@ -83,6 +86,10 @@ class Backend(Protocol):
 
     def native(self, device: Device) -> bool:
         """Is this backend the one made for the device? A native backend's refusal is a fallback, said aloud."""
+        ...
+
+    def caveat(self, device: Device) -> str:
+        """What a user of it on this device should know, which `explain` shows beside its plans; mostly nothing."""
         ...
 
     def refuse(self, problem: Problem) -> Sequence[str]:
@@ -97,7 +104,7 @@ class Backend(Protocol):
         """The plan that shares a query tile among CTAs, each with a run of keys; None where there is none."""
         ...
 
-    def scratch(self, plan: Plan) -> ScratchRule | None:
+    def scratch(self, plan: Plan) -> ScratchRule | TableRule | None:
         """What the plan's kernel wants beside its operands; None: it takes no such operand."""
         ...
 

@@ -15,10 +15,13 @@ class Tile:
     votes: bool = False  # a warp votes whether O needs rescaling at all
     late: bool = False  # O is rescaled under the next scores, not at once
     ahead: int = 0  # exponentials of a row before the wait for P V, at least; 0: as the compiler likes
+    skips: bool = False  # a warpgroup leaves out a key tile that the diagonal hides from all its rows
+    halves: bool = False  # and computes half of one whose other half is hidden
+    triples: bool = False  # row maxima as integers, three operands at a time
 
     def __str__(self) -> str:
         words = [f"{self.tile_m}x{self.tile_n} stages={self.stages}"]
-        words += [name for name in ("votes", "late") if getattr(self, name)]
+        words += [name for name in ("votes", "late", "skips", "halves", "triples") if getattr(self, name)]
         words += [f"ahead={self.ahead}"] if self.ahead else []
         return " ".join(words)
 
@@ -42,6 +45,8 @@ class Plan:
     draws: bool = False  # CTAs draw query tiles from a counter, which the kernel takes last
     form: str = DENSE  # how sequences lie in the operands, see backend.py
     page_size: int = 0  # of a paged cache
+    chosen: bool = False  # cache_batch_idx is given; a backend whose kernels take None either way leaves it False
+    appends: bool = False  # k_new and v_new are given; likewise
     variant: str = ""  # names a different schedule under the same backend
 
     @property
@@ -59,6 +64,7 @@ class Plan:
         words += [f"tile {self.tile}"] if self.tile else []
         words += [self.form] if self.form != DENSE else []
         words += [f"page_size={self.page_size}"] if self.page_size else []
+        words += [name for name in ("chosen", "appends") if getattr(self, name)]
         words += ["softcap"] if self.softcap else []
         words += ["lse"] if self.lse and self.direction == "forward" else []
         words += ["drawn"] if self.draws else []

@@ -14,3 +14,14 @@ class ScratchRule:
     def elements(self, batch: int, heads_q: int, seqlen_q: int) -> int:
         tiles = batch * heads_q * -(-seqlen_q // self.tile_m)
         return tiles * (self.tile_m * self.floats_per_row + self.floats_per_tile)
+
+
+@dataclass(frozen=True)
+class TableRule:
+    """int32 elements for a forward of packed sequences: so many a sequence, and so many besides."""
+
+    words_per_sequence: int
+    words: int
+
+    def elements(self, sequences: int) -> int:
+        return self.words_per_sequence * sequences + self.words

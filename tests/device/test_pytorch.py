@@ -56,6 +56,59 @@ def test_compiled_gradients_are_the_eager_ones(backend):
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), lengths
 
 
+PACKED = (37, 300, 0, 129, 1100)  # lengths
+
+
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_packed_sequences_in_a_graph(backend):
+    """Through Inductor, forward and backward: the eager bits, for lengths of another sum and count too."""
+
+    def call(q, k, v, starts):
+        options = {"causal": True, "deterministic": True, "backend": backend}
+        return cute_flash.attention_varlen(q * 1.5, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, **options)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    for lengths in (PACKED, PACKED[:3]):
+        starts = torch.tensor((0, *lengths), device=DEVICE).cumsum(0).int()
+        total = sum(lengths)
+        generator = torch.Generator(DEVICE).manual_seed(total)
+        q, k, v, dout = (
+            torch.randn(total, heads, 64, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+            for heads in (8, 2, 2, 8)
+        )
+        results = []
+        for attend in (compiled, call):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = attend(*leaves, starts)
+            results.append((out, *torch.autograd.grad(out, leaves, dout)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), lengths
+
+
+@pytest.mark.parametrize("page_size", [0, 64])
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_steps_of_a_cache_in_a_graph(backend, page_size):
+    """Through Inductor: two steps that append to one cache, in their order, as eagerly."""
+
+    def steps(q, new, k, v, lens, table):
+        options = {"page_table": table, "causal": True, "backend": backend}
+        first = cute_flash.attention_kvcache(q, k, v, cache_seqlens=lens, k_new=new, v_new=new * 2, **options)
+        second = cute_flash.attention_kvcache(first, k, v, cache_seqlens=lens + 1, k_new=new, v_new=new, **options)
+        return first + second
+
+    shape = (8, page_size, 2, 64) if page_size else (2, 256, 2, 64)
+    table = torch.randperm(8, device=DEVICE).int().view(2, 4) if page_size else None
+    q, new = (torch.randn(2, 1, heads, 64, device=DEVICE, dtype=torch.bfloat16) for heads in (8, 2))
+    k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    lens = torch.tensor([37, 200], device=DEVICE, dtype=torch.int32)
+    results = []
+    for attend in (torch.compile(steps, fullgraph=True), steps):
+        caches = k.clone(), v.clone()
+        with torch.no_grad():
+            results.append((attend(q, new, *caches, lens, table), *caches))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not torch.equal(results[0][1], k)
+
+
 def test_cuda_graphs_of_the_compiler():
     """mode="reduce-overhead" records forward and backward; the recording sees new values."""
     compiled = torch.compile(

@@ -1,5 +1,7 @@
 """Packed sequences on the GPU: every backend that has them against float64, beside plain attention's error."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ import cute_flash
 from cute_flash import attention_varlen
 from tests import oracle, packed
 from tests.device.gpu import DEVICE
-from tests.packed import PackedCase, cases, make_inputs, same
+from tests.packed import LONG, SHORT, PackedCase, cases, make_inputs, same
 from tests.runner import ALLOWED_RATIO, HALF_ULP
 
 ROUNDINGS = 3  # of a gradient: O or P, dS, and itself
@@ -52,13 +54,17 @@ def test_against_float64(case, backend):
     inputs = make_inputs(case).to(DEVICE)
     right = packed.exact(case, inputs)
     allowed = limits(case, inputs, right)
-    options = {**case.options, **inputs.lengths, "backend": backend, "return_lse": True}
-    out, lse = attention_varlen(inputs.q, inputs.k, inputs.v, **options)
-    assert oracle.relative_error(out, right[0].out) <= allowed["out"]
-    assert oracle.lse_excess(lse, right[0].lse) <= 1
-    if backend not in GRADIENT_BACKENDS:
-        return
+    options = {**case.options, **inputs.lengths, **LONG, "backend": backend, "return_lse": True}
+    for hints in (LONG, SHORT):
+        out, lse = attention_varlen(inputs.q, inputs.k, inputs.v, **{**options, **hints})
+        assert oracle.relative_error(out, right[0].out) <= allowed["out"]
+        assert oracle.lse_excess(lse, right[0].lse) <= 1
     leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    try:
+        cute_flash.explain(*leaves, **options)
+    except cute_flash.UnsupportedError:
+        assert backend == "sm90" and max(case.head_dim, case.head_dim_v) > 128  # what it lacks
+        return
     out = attention_varlen(*leaves, **{**options, "return_lse": False})
     grads = torch.autograd.grad(out, leaves, inputs.dout)
     exact = packed.exact_without_lse(case, inputs)
@@ -76,7 +82,9 @@ FAST = [name for name in BACKENDS if name != "reference"]
 
 
 @pytest.mark.parametrize("backend", FAST)
-@pytest.mark.parametrize("hints", [{}, {"max_seqlen_q": 16, "max_seqlen_k": 16}], ids=["no hint", "hints"])
+@pytest.mark.parametrize(
+    "hints", [LONG, {}, {"max_seqlen_q": 16, "max_seqlen_k": 16}], ids=["long", "no hint", "hints"]
+)
 def test_many_short_sequences(backend, hints):
     """80,000 of 16: as many as the search has to find, against the dense call on the same numbers."""
     count, length, heads, dim = 80_000, 16, 2, 64
@@ -124,14 +132,52 @@ def test_a_graph_is_replayed_with_other_lengths(backend):
         assert oracle.lse_excess(lse, right.lse) <= 1
 
 
-@pytest.mark.parametrize("backend", [name for name in FAST if name in GRADIENT_BACKENDS])
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_stays_in_its_sequence(backend, causal):
+    """Every second sequence is NaN; the others, which lie in the same tiles of memory, are right."""
+    lengths = (3, 65, 5, 1, 64, 190, 2, 300, 129)
+    case = same(*lengths, head_dim=128, head_dim_v=128, dtype="bfloat16", causal=causal)
+    clean = make_inputs(case).to(DEVICE)
+    right, _ = packed.exact(case, clean)
+    hit = torch.zeros(sum(lengths), dtype=torch.bool, device=DEVICE)
+    for first, last in itertools.islice(itertools.pairwise(clean.cu_seqlens_q.tolist()), 0, None, 2):
+        hit[first:last] = True
+    qkv = [x.masked_fill(hit[:, None, None], float("nan")) for x in (clean.q, clean.k, clean.v)]
+    for hints in (LONG, SHORT):
+        out, lse = attention_varlen(*qkv, **clean.lengths, **hints, causal=causal, return_lse=True, backend=backend)
+        assert oracle.relative_error(out[~hit], right.out[~hit]) <= 4 * HALF_ULP[torch.bfloat16]
+        assert oracle.lse_excess(lse[:, ~hit], right.lse[:, ~hit]) <= 1
+        assert out[hit].isnan().all()
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_one_long_sequence_among_many(backend):
+    """More than are put in order by length; wrong hints change no result."""
+    lengths = [(i * 7) % 41 for i in range(2500)]
+    lengths[2100] = 5000
+    case = same(*lengths, head_dim=128, head_dim_v=128, dtype="bfloat16", causal=True)
+    inputs = make_inputs(case).to(DEVICE)
+    right, _ = packed.exact(case, inputs)
+    for hints in (LONG, SHORT):
+        out = attention_varlen(inputs.q, inputs.k, inputs.v, **inputs.lengths, **hints, causal=True, backend=backend)
+        assert oracle.relative_error(out, right.out) <= 4 * HALF_ULP[torch.bfloat16]
+
+
+@pytest.mark.parametrize("backend", FAST)
 def test_lengths_out_of_order_do_not_fault(backend):
-    """Wrong numbers, and every address inside the tensors."""
+    """Wrong numbers, and every address inside the tensors; what a call leaves behind does not spoil the next."""
     inputs = make_inputs(same(100, 30, 70, 56, dtype="bfloat16", causal=True)).to(DEVICE)
     for seed in range(8):
         torch.manual_seed(seed)
         wild = torch.randint(-1000, 2000, (5,), device=DEVICE, dtype=torch.int32)
         lengths = {"cu_seqlens_q": wild, "cu_seqlens_k": wild.flip(0).contiguous()}
-        leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-        attention_varlen(*leaves, **lengths, causal=True, backend=backend).sum().backward()
+        gradients = backend in GRADIENT_BACKENDS
+        leaves = [x.clone().requires_grad_(gradients) for x in (inputs.q, inputs.k, inputs.v)]
+        wrong = attention_varlen(*leaves, **lengths, causal=True, backend=backend)
+        if gradients:
+            wrong.sum().backward()
         torch.cuda.synchronize()
+    right, _ = packed.exact(same(100, 30, 70, 56, dtype="bfloat16", causal=True), inputs)
+    out = attention_varlen(inputs.q, inputs.k, inputs.v, **inputs.lengths, causal=True, backend=backend)
+    assert oracle.relative_error(out, right.out) <= 4 * HALF_ULP[torch.bfloat16]

@@ -5,58 +5,34 @@ seed, and in the other modes too.
 """
 
 import contextlib
-import functools
-import math
 import re
-from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
 import torch
 
-import cute_flash
 from cute_flash.arch.common import order
 from cute_flash.arch.sm90 import backend as sm90
-from cute_flash.arch.sm90 import backward
+from cute_flash.arch.sm90 import backward, backward_wide
 from cute_flash.arch.sm90.grad import epilogue, zeros
-from cute_flash.arch.sm100 import backend as sm100
 from cute_flash.emulator.errors import EmulatorError, StepLimit
-from cute_flash.spec import settings
-from cute_flash.spec.device import ARCHES, imagined
 
-from .. import direct, oracle
-from ..cases import Case, make_inputs
-from ..runner import ALLOWED_RATIO, HALF_ULP
+from .. import oracle
+from . import gradients as checker
+from .gradients import (
+    EVERY_DAY,
+    SCHEDULES,
+    Cell,
+    Compiled,
+    cell,
+    check,
+    check_rows_past_the_end,
+    gradients,
+)
 from .hopper import ARCH, Schedule, turn
 
-SCHEDULES = tuple(
-    Schedule(mode, scheduler, seed)
-    for mode in ("late", "eager", "random")
-    for seed, scheduler in ((1, "random"), (2, "random"), (3, "priority"))
-)
-EVERY_DAY = SCHEDULES[:3]
-NAMES = ("dq", "dk", "dv")
-SMS = 2  # fewer than most cases have key tiles: CTAs draw several
-
-
-@dataclass(frozen=True)
-class Cell:
-    case: Case
-    lse_grad: bool = False
-    deterministic: bool = False
-
-    def __str__(self) -> str:
-        words = [str(self.case)] + ["dlse"] * self.lse_grad + ["deterministic"] * self.deterministic
-        return "-".join(words)
-
-
-def cell(dims, lengths, heads=(1, 1), **fields) -> Cell:
-    dims = dims if isinstance(dims, tuple) else (dims, dims)
-    batch, more = fields.pop("batch", 1), (fields.pop("lse_grad", False), fields.pop("deterministic", False))
-    return Cell(Case(batch, *lengths, *heads, *dims, **fields), *more)
-
-
-# Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 up to 128, 64 x 64 and 128 x 64 beyond.
+# Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 (128 under a full mask: 80 x 128) up to 128, 64 x 96 from 129
+# to 192 columns; beyond, and where wide heads are to be deterministic, 64 x 64 or 64 x 128, and 128 x 64.
 CELLS = (
     cell(64, (130, 257)),  # two query tiles, three key tiles, one key in the last
     cell(64, (193, 193), causal=True, heads=(2, 1)),
@@ -81,6 +57,13 @@ CELLS = (
     cell(256, (129, 63), heads=(2, 1)),
     cell((192, 128), (127, 130), causal=True, heads=(2, 1)),
     cell(192, (64, 129), window=(None, 20)),
+    cell((120, 112), (161, 130), heads=(2, 1), lse_grad=True),  # three tiles of 80 queries, one in the last
+    cell(192, (193, 193), causal=True),  # four query tiles, three key tiles, one key in the last
+    cell(136, (65, 95), heads=(2, 1), batch=2, lse_grad=True),  # keys end in the second warpgroup's
+    cell((160, 104), (130, 193), heads=(2, 2), layout="heads_first", dtype="float16"),
+    cell(192, (150, 40), causal=True, softcap=4.0),  # rows that see no key, a warpgroup without a key
+    cell(192, (100, 300), window=(60, 10), softcap=15.0, heads=(2, 1), deterministic=True),
+    cell((192, 128), (129, 193), causal=True, deterministic=True),
     cell((40, 136), (70, 70), softcap=5.0, lse_grad=True),
 )
 
@@ -100,61 +83,6 @@ def test_at_least_twelve_shapes():
     assert len(set(CELLS)) == len(CELLS) >= 12
 
 
-class Compiled:
-    """A backend, but a plan is compiled once."""
-
-    def __init__(self, backend):
-        self.scratch, self.refuse, self.plan = backend.scratch, backend.refuse, backend.plan
-        self.build = functools.cache(backend.build)
-
-
-BACKENDS = {"sm_90a": Compiled(sm90.BACKEND), "sm_100a": Compiled(sm100.BACKEND)}
-BACKENDS["sm_103a"] = BACKENDS["sm_100a"]
-
-
-def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, launches: list | None = None, **knobs):
-    """(dQ, dK, dV) of the architecture's kernels, given the exact output and LSE; (inputs, dLSE) beside them. What was
-    launched is added to `launches`."""
-    case, inputs = each.case, make_inputs(each.case)
-    options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
-    exact = oracle.forward(*inputs.qkv, **options)
-    outputs = direct.Outputs(exact.out.to(case.torch_dtype), exact.lse.float())
-    dlse = torch.randn(outputs.lse.shape) if each.lse_grad else None
-    knobs = {"strict_exit": True, **schedule.knobs, **knobs}
-    with settings.override(cache_dir=None, backend=None), cute_flash.emulate(arch, **knobs) as emulation:
-        found = direct.backward(
-            backend or BACKENDS[arch],
-            inputs.dout,
-            *inputs.qkv,
-            outputs,
-            dlse,
-            device=replace(imagined(ARCHES[arch], "emulated"), sm_count=SMS),
-            deterministic=each.deterministic,
-            **options,
-        )
-    if launches is not None:
-        launches += emulation.launches
-    return found, inputs, dlse
-
-
-def check(each: Cell, schedule: Schedule, arch: str = ARCH) -> list[float]:
-    """-> the errors of dQ, dK and dV."""
-    case = each.case
-    found, inputs, dlse = gradients(each, schedule, arch)
-    options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
-    exact = oracle.backward(*inputs.qkv, inputs.dout, dlse, **options)
-    plain = oracle.plain_16bit_backward(*inputs.qkv, inputs.dout, **options)
-    base = oracle.backward(*inputs.qkv, inputs.dout, **options) if each.lse_grad else exact
-    errors = []
-    for name, value, right, yardstick, without in zip(NAMES, found, exact, plain, base, strict=True):
-        # with a gradient through LSE: that of the yardstick, which has none, and a rounding each of dS and the result
-        limit = ALLOWED_RATIO * oracle.relative_error(yardstick, without)
-        floor = 2 * HALF_ULP[case.torch_dtype] if each.lse_grad else 0.0
-        errors.append(oracle.relative_error(value, right))
-        assert errors[-1] <= max(limit, floor), name
-    return errors
-
-
 @pytest.mark.parametrize("each, schedule", schedules())
 def test_right_under_every_schedule(each: Cell, schedule: Schedule):
     check(each, schedule)
@@ -170,7 +98,7 @@ TURN_RUNS = tuple(zip(SCHEDULES[::2], (8, 2, 1, 8, 8), strict=True))  # how many
 
 def in_turn(each: Cell, schedule: Schedule, **knobs):
     """Gradients of four CTAs; L2 holds one head, so that causal heads but the last are walked upwards."""
-    with mock.patch.object(order, "L2_SECTION_BYTES", 1), mock.patch(f"{__name__}.SMS", 4):
+    with mock.patch.object(order, "L2_SECTION_BYTES", 1), mock.patch.object(checker, "SMS", 4):
         return gradients(each, schedule, **knobs)
 
 
@@ -264,22 +192,33 @@ def test_a_planted_fault_in_the_zeros_is_noticed(fault):
     pytest.fail("nothing noticed it")
 
 
+PLANTED_WIDE = {
+    "nobody waits until P and dS are read": {"wait_read": lambda *_: None, "tell_read": lambda *_: None},
+    "P and dS are not fenced": {"edit": lambda p: p.replace("fence.proxy.async.shared::cta;", "")},
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED_WIDE)
+def test_a_planted_fault_in_wide_heads_is_noticed(fault):
+    each, changes = cell(192, (193, 100)), dict(PLANTED_WIDE[fault])
+    edit = changes.pop("edit", None)
+    for schedule in SCHEDULES:
+        try:
+            with contextlib.ExitStack() as stack:
+                for name, value in changes.items():
+                    stack.enter_context(mock.patch.object(backward_wide, name, value))
+                backend = None if edit else Compiled(sm90.BACKEND)
+                found, inputs, _ = gradients(each, schedule, backend=backend, edit=edit)
+        except EmulatorError:
+            return
+        if not max(_errors(each, found, inputs)) < 0.02:
+            return
+    pytest.fail("nothing noticed it")
+
+
 def test_rows_past_the_end_touch_nothing():
     """Values beyond the tensors' true columns and rows are neither read into a result nor written."""
-    case = Case(1, 65, 70, 1, 1, 64, 64)
-    wide = torch.full((3, 1, 80, 1, 64), math.nan, dtype=torch.bfloat16)
-    inputs = make_inputs(case)
-    exact = oracle.forward(*inputs.qkv)
-    outputs = direct.Outputs(exact.out.bfloat16(), exact.lse.float())
-    operands = [inputs.dout, *inputs.qkv]
-    for buffer, index in ((wide[0], 1), (wide[1], 2), (wide[2], 3)):
-        rows = operands[index].shape[1]
-        buffer[:, :rows] = operands[index]
-        operands[index] = buffer[:, :rows]
-    with settings.override(cache_dir=None, backend=None), cute_flash.emulate(ARCH, mode="late", seed=1):
-        found = direct.backward(BACKENDS[ARCH], *operands, outputs, device=imagined(ARCHES[ARCH], "emulated"))
-    for value, right in zip(found, oracle.backward(*inputs.qkv, inputs.dout), strict=True):
-        assert oracle.relative_error(value, right) < 4e-3
+    check_rows_past_the_end(ARCH, 80)
 
 
 @pytest.mark.parametrize("dims", [64, (192, 128)], ids=str)

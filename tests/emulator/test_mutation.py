@@ -1,4 +1,4 @@
-"""The mutation score of our forward: what the script finds, and that each survivor in its table is explained."""
+"""The mutation score of our kernels: what the script finds, and that each survivor in its tables is explained."""
 
 import csv
 from collections import Counter
@@ -12,7 +12,22 @@ from tests import oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"mbarrier wait", "mbarrier arrive", "arrive.expect_tx", "named barrier"}  # every kernel has them
-OWN_KINDS = {"sm90": {"wgmma wait"}, "sm100": {"tcgen05 commit", "tcgen05 wait", "cluster barrier"}}  # some kernel
+BLACKWELL = {"tcgen05 commit", "tcgen05 wait", "cluster barrier"}
+OWN_KINDS = {"sm90": {"wgmma wait"}, "sm100": BLACKWELL, "sm100_backward": BLACKWELL}  # some kernel
+PRESENT = {  # kernels of the tables
+    "sm90": ("d=128,mask=causal",),
+    "sm100": ("d=128,mask=causal",),
+    "sm100_backward": tuple(
+        f"pass=bwd,{point},key tiles={tiles}{more}"
+        for point, tiles, more in (
+            ("d=64,mask=causal", 4, ""),
+            ("d=128,mask=full", 1, ""),
+            ("d=128,mask=full", 2, ""),
+            ("d=256,mask=full", 1, ""),
+            ("d=256,mask=full", 1, ",launch=2"),
+        )
+    ),
+}
 CHEAP = ("mbarrier init fence", "wgmma fence", "wgmma wait", "proxy fence", "bulk wait")  # these fail at once
 
 
@@ -62,13 +77,32 @@ def test_every_kernel_of_the_table_is_scored_whole(rows, backend):
         kinds = {row["kind"] for row in rows if row["kernel"] == kernel}
         assert kinds >= KINDS, kernel
     assert {row["kind"] for row in rows} >= OWN_KINDS[backend]
-    assert "d=128,mask=causal" in {row["kernel"] for row in rows}
+    assert {row["kernel"] for row in rows} >= set(PRESENT[backend])
 
 
 def test_every_survivor_is_explained(rows):
     text = (ROOT / "docs" / "mutation.md").read_text()
     missing = {row["python"] for row in rows if row["noticed"] == "0" and f"`{row['python']}`" not in text}
     assert not missing
+
+
+def test_the_backward_is_scored_and_not_the_kernel_before_it():
+    words = ["--backend", "sm100", "--points", "pass=bwd,d=64,mask=causal", "--query-tiles", "1", "--key-tiles", "1"]
+    subject = mutate.prepare(mutate.arguments(words))
+    assert subject.attempt(subject.note, mutate.KNOBS[0])[0]
+    kinds = {}
+    for launch in (0, subject.main):
+        ran = mutate.entry_lines(subject.texts[0], subject.kernels[launch])
+        kinds[launch] = {site.kind for site in mutate.find_sites(subject.texts[0]) if site.line in ran}
+    assert not kinds[0] and kinds[subject.main] >= KINDS
+
+
+def test_kernels_of_a_table_have_names_of_their_own():
+    names = {
+        mutate.name_of(mutate.arguments(words))
+        for words in ([], ["--split"], ["--points", "pass=bwd"], ["--points", "pass=bwd", "--key-tiles", "1"])
+    }
+    assert len(names) == 4 and "d=128,mask=causal" in names
 
 
 def test_only_the_kernel_that_ran_is_scored():

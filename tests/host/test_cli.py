@@ -77,6 +77,11 @@ def test_explain_names_the_plan_of_short_sequences_where_there_is_one(capsys):
     assert short.startswith("  up to 1024 keys: sm90 forward ") and short.split(": ")[1] != ordinary.split(": ")[1]
     assert cli.main([*command, "128"]) == 0
     assert "up to 1024 keys" not in capsys.readouterr().out
+    assert cli.main(["explain", "--capability", "9.0", "--direction", "backward", "--head-dim", "192", "--causal"]) == 0
+    ordinary, short = (line for line in capsys.readouterr().out.splitlines() if "sm90 backward sm_90a" in line)
+    assert (
+        short.startswith("  up to 1024 keys: sm90 backward ") and short.endswith("apart") and ordinary.endswith("wide")
+    )
 
 
 def test_explain_takes_shapes(capsys):

@@ -14,10 +14,15 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture
 def gpu(monkeypatch):
     """What PyTorch says about the current stream; counters are made on the CPU."""
-    now = SimpleNamespace(stream=0, made_here=True, capturing=False, device=0)
+    now = SimpleNamespace(stream=0, made_here=True, capturing=False, device=0, made_in=[], zeroed=0)
 
-    def refill(self):
-        self._slab = list(torch.zeros(4, dtype=torch.int32).split(1))
+    def zeros(self):
+        now.made_in.append(threading.get_ident())
+        return list(torch.zeros(4, dtype=torch.int32).split(1))
+
+    def zero(self):
+        now.zeroed += 1
+        return torch.zeros(1, dtype=torch.int32)
 
     def stream(device):
         named = now.stream if not now.made_here or not now.stream else 1 + 2 * now.stream
@@ -29,8 +34,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: threading.Lock())
-    monkeypatch.setattr(counters.Counters, "_refill", refill)
-    monkeypatch.setattr(counters.Counters, "_zero", lambda self: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(counters, "SLAB", 4)
+    monkeypatch.setattr(counters.Counters, "_zeros", zeros)
+    monkeypatch.setattr(counters.Counters, "_zero", zero)
     monkeypatch.setattr(counters, "_devices", {})
     return now
 
@@ -66,6 +72,28 @@ def test_each_captured_launch_has_its_own(gpu):
     assert place(counter()) == eager
     kept = counters._devices[0].captured
     assert all(any(each is one for one in kept) for each in captured)  # a graph reads them for as long as it lives
+
+
+def test_they_are_made_in_another_thread(gpu):
+    """The caller's may have its allocations in the pool of a graph that is being warmed up."""
+    counter = counters.counter_for(DEVICE)
+    for stream in range(9):
+        gpu.stream = stream
+        counter()
+    assert len(gpu.made_in) > 1 and threading.get_ident() not in gpu.made_in
+
+
+def test_captures_are_provided_for_outside_of_them(gpu):
+    """What a capture makes for itself lies in its graph's pool. Half a slab is there for it, two of four."""
+    counter = counters.counter_for(DEVICE)
+    counter()
+    for _ in range(5):
+        gpu.capturing = True
+        before = len(gpu.made_in)
+        assert len({place(counter()) for _ in range(2)}) == 2
+        assert len(gpu.made_in) == before and gpu.zeroed == 0
+        gpu.capturing = False
+        counter()
 
 
 def test_first_met_inside_a_capture(gpu):

@@ -35,6 +35,19 @@ def test_the_walk_reads_from_top_to_bottom(simulated):
     assert lines[backward + 1].startswith("  runs: ")
 
 
+@pytest.mark.parametrize(("capability", "backend", "words"), [
+    ((9, 0), "sm90", ""), ((9, 0), "triton", ""), ((9, 0), "reference", ""),
+    ((8, 6), "triton", "run on Hopper only so far"), ((12, 0), "triton", "run on Hopper only so far"),
+    ((10, 0), "sm100", "not yet run on silicon"), ((10, 0), "triton", "run on Hopper only so far"),
+])  # fmt: skip
+def test_what_has_not_run_on_such_a_gpu_says_so(simulated, capability, backend, words):
+    simulated(capability)
+    decision = explain(*qkv(), backend=backend)
+    caveats = [line for line in str(decision).splitlines() if line.startswith(f"  {backend}: ")]
+    assert decision.facts()["caveat"] == decision.caveat and len(caveats) == bool(words)
+    assert words in decision.caveat and bool(decision.caveat) == bool(words)
+
+
 def test_the_backward_is_explained_only_where_gradients_are_on():
     assert explain(*qkv()).backward is None
     assert explain(*qkv(requires_grad=True)).backward.problem.direction == "backward"

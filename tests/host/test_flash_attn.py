@@ -61,11 +61,31 @@ def test_arguments_may_be_given_by_place():
         assert all(torch.equal(a, b) for a, b in zip(again, grads, strict=True))
 
 
-def test_the_signature_is_flash_attention_2s():
-    assert list(inspect.signature(ours.flash_attn_func).parameters) == [
-        "q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
-        "deterministic", "return_attn_probs",
-    ]  # fmt: skip
+OPTIONS = "dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs"
+LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+CACHED = (
+    "q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, "
+    "softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse"
+)
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (ours.flash_attn_func, f"q, k, v, {OPTIONS}"),
+        (ours.flash_attn_qkvpacked_func, "qkv, args, options"),
+        (ours.flash_attn_kvpacked_func, "q, kv, args, options"),
+        (ours.flash_attn_varlen_func, f"q, k, v, {LENGTHS}, {OPTIONS}, block_table"),
+        (ours.flash_attn_varlen_qkvpacked_func, "qkv, cu_seqlens, max_seqlen, args, options"),
+        (ours.flash_attn_varlen_kvpacked_func, f"q, kv, {LENGTHS}, args, options"),
+        (ours.flash_attn_with_kvcache, CACHED),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_signatures_are_flash_attention_2s(function, names):
+    """Where args stand for the rest, the rest is flash_attn_func's."""
+    assert ", ".join(inspect.signature(function).parameters) == names
+    assert function.__name__ in ours.__all__
 
 
 STARTS = torch.tensor([0, 3, 9], dtype=torch.int32)
@@ -79,6 +99,22 @@ def test_packed_sequences():
     lengths = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}
     expected = attention_varlen(q, k, v, **lengths, window=(4, 0), softcap=2.0, return_lse=True)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1]) and nothing is None
+
+
+def test_packed_sequences_in_one_tensor():
+    """Arguments by place, in FlashAttention's order."""
+    q, k, v = (x[0, :9].detach() for x in qkv(37, 37, heads_kv=4))
+    qkv_in_one, kv_in_one = (torch.stack(parts, 1).requires_grad_() for parts in ((q, k, v), (k, v)))
+    given = (0.0, 0.4, True, (4, -1), 3.0, None, True, True)
+    lengths = (STARTS, STARTS, 6, 6)
+    right, lse, _ = ours.flash_attn_varlen_func(*(x.requires_grad_() for x in (q, k, v)), *lengths, *given)
+    grads = torch.autograd.grad(right.sum(), (q, k, v))
+    whole = ours.flash_attn_varlen_qkvpacked_func(qkv_in_one, STARTS, 6, *given)
+    half = ours.flash_attn_varlen_kvpacked_func(q, kv_in_one, *lengths, *given)
+    for out, lse_out, nothing in (whole, half):
+        assert torch.equal(out, right) and torch.equal(lse_out, lse) and nothing is None
+    assert torch.equal(torch.autograd.grad(whole[0].sum(), qkv_in_one)[0], torch.stack(grads, 1))
+    assert torch.equal(torch.autograd.grad(half[0].sum(), kv_in_one)[0], torch.stack(grads[1:], 1))
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -113,6 +149,16 @@ def test_caches(paged):
             lambda q, k, v: ours.flash_attn_kvpacked_func(q, k),
             ValueError,
             r"\(batch, seqlen_k, 2, heads_kv, head_dim\)",
+        ),
+        (
+            lambda q, k, v: ours.flash_attn_varlen_qkvpacked_func(q, STARTS, 9),
+            ValueError,
+            r"qkv must be \(total, 3, heads, head_dim\), got",
+        ),
+        (
+            lambda q, k, v: ours.flash_attn_varlen_kvpacked_func(q[0], k[0], STARTS, STARTS, 9, 9),
+            ValueError,
+            r"kv must be \(total_k, 2, heads_kv, head_dim\), got",
         ),
         (
             lambda q, k, v: ours.flash_attn_varlen_func(q[0], k[0], v[0], STARTS, STARTS, 9, 9, block_table=STARTS),

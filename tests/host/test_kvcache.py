@@ -8,7 +8,7 @@ import torch
 import cute_flash
 from cute_flash import UnsupportedError, attention_kvcache, kvcache
 from cute_flash.runtime import caches, request
-from cute_flash.spec.splits import CACHE_SPLIT_KEYS, INVARIANT_SPLIT_KEYS, cache_splits
+from cute_flash.spec.splits import CACHE_SPLIT_KEYS, INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
 from tests import oracle
 from tests.cached import CacheCase, cases, exact, make_inputs
 
@@ -226,6 +226,25 @@ def test_an_append_to_pages_that_do_not_exist_writes_nothing(pages):
     assert not k.any() and not v.any()
 
 
+@pytest.mark.parametrize(
+    ("fields", "table", "sentence"),
+    [
+        ({"chosen": True}, {"cache_batch_idx": [2, 2]}, "rows 0 and 1 would both be written to place 5 of cache row 2"),
+        ({"page_size": 4}, {"page_table": [[0, 1, 2], [3, 1, 4]]}, "rows 0 and 1 .* to place 1 of page 1"),
+    ],
+    ids=str,
+)
+def test_two_rows_that_append_to_one_place_are_refused(fields, table, sentence):
+    inputs = make_inputs(CacheCase((5, 5), 2, dtype="float32", capacity=12, **fields))
+    tables = {**inputs.tables, **{name: torch.tensor(rows, dtype=torch.int32) for name, rows in table.items()}}
+    before = inputs.k.clone()
+    new = torch.zeros(2, 3, 2, 16)
+    with pytest.raises(ValueError, match=sentence):
+        attention_kvcache(*inputs.qkv, **tables, k_new=new, v_new=new)
+    assert torch.equal(before.nan_to_num(nan=9.0), inputs.k.nan_to_num(nan=9.0))
+    attention_kvcache(*inputs.qkv, **tables)  # to read one place twice is fine
+
+
 def test_an_expanded_cache_that_is_only_read():
     out = call(k_cache=ROWS_SHARED + 1, v_cache=HEADS_SHARED + 1)
     torch.testing.assert_close(out, torch.ones_like(out))
@@ -244,23 +263,50 @@ def test_an_empty_batch(paged):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_autocast_casts_q_to_the_caches(compiled):
-    inputs = make_inputs(CacheCase((5, 7), 2, dtype="float32"))
-    caches_16 = inputs.k.bfloat16(), inputs.v.bfloat16()
+def test_autocast_casts_q_and_new_keys_to_the_caches(compiled):
+    inputs = make_inputs(CacheCase((5, 7), 2, dtype="float32", capacity=10))
+    caches_16, copies = ([x.bfloat16() for x in (inputs.k, inputs.v)] for _ in range(2))
     right = attention_kvcache(inputs.q.bfloat16(), *caches_16, **inputs.tables)
     torch._dynamo.reset()
     call_it = torch.compile(attention_kvcache, fullgraph=True, backend="eager") if compiled else attention_kvcache
+    new = torch.randn(2, 2, 2, 16)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(call_it(inputs.q, *caches_16, **inputs.tables), right)
+        appended = call_it(inputs.q, *caches_16, **inputs.tables, k_new=new, v_new=new.bfloat16())
         with pytest.raises(TypeError, match=r"v_cache must be a torch\.Tensor, got NoneType"):
             attention_kvcache(inputs.q, caches_16[0], None, **inputs.tables)
+        with pytest.raises(TypeError, match=r"k_new must be torch\.bfloat16 on cpu as its cache, got torch\.float64"):
+            attention_kvcache(inputs.q, *caches_16, **inputs.tables, k_new=new.double(), v_new=new)
+    new = new.bfloat16()
+    expected = attention_kvcache(inputs.q.bfloat16(), *copies, **inputs.tables, k_new=new, v_new=new)
+    assert torch.equal(appended, expected) and appended.dtype == torch.bfloat16
+    for cache, copy in zip(caches_16, copies, strict=True):
+        assert torch.equal(cache.nan_to_num(), copy.nan_to_num())
+    with pytest.raises(TypeError, match=r"one dtype, got q torch\.float32, k_cache torch\.bfloat16"):
+        attention_kvcache(inputs.q, *caches_16, **inputs.tables)
+
+
+def test_a_call_that_autocast_cast_is_another_kind_than_one_it_left_alone(monkeypatch):
+    """Both have a float32 q: only the caches' dtypes tell them apart."""
+    inputs = make_inputs(CacheCase((5, 7), 2, dtype="float32"))
+    asked = []
+    describe = request.describe
+    monkeypatch.setattr(request, "describe", lambda q, *rest: asked.append(q.dtype) or describe(q, *rest))
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            attention_kvcache(inputs.q, inputs.k.bfloat16(), inputs.v.bfloat16(), **inputs.tables)
+            out = attention_kvcache(*inputs.qkv, **inputs.tables)
+    assert asked == [torch.bfloat16, torch.float32]
+    assert torch.equal(out, attention_kvcache(*inputs.qkv, **inputs.tables))
 
 
 def test_explain():
     inputs = make_inputs(CacheCase((5, 7), 2, page_size=16, dtype="bfloat16"))
     decision = cute_flash.explain(*inputs.qkv, **inputs.tables, causal=True, arch="9.0", num_splits=3)
     assert "cache page_size=16" in str(decision.problem) and "page_size=16" in str(decision.plan)
-    assert "key-value caches (attention_kvcache) are not built yet" in str(decision)
+    assert decision.plan.backend == "sm90"
+    blackwell = cute_flash.explain(*inputs.qkv, **inputs.tables, causal=True, arch="10.0")
+    assert "key-value caches (attention_kvcache) are not built yet" in str(blackwell)
     with pytest.raises(TypeError, match="a cache needs cache_seqlens="):
         cute_flash.explain(*inputs.qkv, page_table=inputs.page_table)
 
@@ -294,12 +340,20 @@ def test_warm_calls_of_any_batch_and_length_describe_nothing(monkeypatch):
 
 
 def test_split_counts():
-    """Two programs a multiprocessor, none with fewer keys than worth it, from sizes on the host alone."""
-    assert cache_splits(8, 128 * CACHE_SPLIT_KEYS, 132) == 33
-    assert cache_splits(8, 4 * CACHE_SPLIT_KEYS, 132) == 4
-    assert cache_splits(1000, 1 << 20, 132) == 1
-    assert cache_splits(8, 1, 132) == 1
+    """As many programs as fill the GPU, none with fewer keys than worth it, from sizes on the host alone."""
+    assert cache_splits(8, 128 * CACHE_SPLIT_KEYS, 264) == 33
+    assert cache_splits(8, 4 * CACHE_SPLIT_KEYS, 264) == 4
+    assert cache_splits(8, 1024, 132, 128) == 8
+    assert cache_splits(1000, 1 << 20, 264) == 1
+    assert cache_splits(8, 1, 264) == 1
     assert cache_splits(8, 1 << 20, 0) == 1
+    inputs = make_inputs(CacheCase((5, 7), dtype="bfloat16"))
+    plans = {
+        name: cute_flash.explain(*inputs.qkv, **inputs.tables, arch="9.0", backend=name).plan
+        for name in ("sm90", "triton")
+    }
+    assert sharing_of(plans["sm90"], 132) == (132, 128)
+    assert sharing_of(plans["triton"], 132) == (264, CACHE_SPLIT_KEYS)
 
 
 @pytest.mark.parametrize(
@@ -330,3 +384,76 @@ def test_compiled_as_one_operator(fields):
         for value, right in zip(result, expected, strict=True):
             assert torch.equal(value, right)
     assert torch.equal(inputs.k.nan_to_num(), again.k.nan_to_num())
+
+
+@pytest.mark.parametrize("fields", [{}, {"page_size": 4}, {"chosen": True}], ids=str)
+@pytest.mark.parametrize("append", [False, True])
+def test_opcheck(fields, append):
+    """With NaN behind the keys, which opcheck would not take for equal, replaced."""
+    inputs = make_inputs(CacheCase((5, 7), 2, capacity=12, dtype="float32", **fields))
+    tables = inputs.cache_seqlens, inputs.page_table, inputs.cache_batch_idx
+    caches_now = inputs.k.nan_to_num(), inputs.v.nan_to_num()
+    new = (torch.randn(2, 2, 2, 16), torch.randn(2, 2, 2, 16)) if append else ()
+    operator = torch.ops.cute_flash.attention_kvcache_append if append else torch.ops.cute_flash.attention_kvcache
+    for lse, num_splits, invariant, words in (
+        (True, None, False, (True, 5, None, 0.3, 4.0, False, None)),
+        (False, 3, False, (False, None, None, None, None, False, "reference")),
+        (False, None, True, (True, None, None, None, None, False, None)),
+    ):
+        torch.library.opcheck(
+            operator.default, (inputs.q, *caches_now, *tables, *new, num_splits, invariant, lse, *words)
+        )
+
+
+def test_one_graph_serves_every_batch_and_length():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention_kvcache, fullgraph=True, dynamic=True, backend=counter)
+    for batch, capacity, new in ((2, 40, 2), (3, 64, 5), (5, 48, 3), (4, 90, 7)):
+        case = CacheCase(tuple(range(7, 7 + batch)), 3, causal=True, capacity=capacity)
+        inputs, again = make_inputs(case), make_inputs(case)
+        keys = torch.randn(batch, new, 2, 16, dtype=torch.float64)
+        out = compiled(*inputs.qkv, **inputs.tables, k_new=keys, v_new=keys, causal=True)
+        assert torch.equal(out, attention_kvcache(*again.qkv, **again.tables, k_new=keys, v_new=keys, causal=True))
+        assert torch.equal(inputs.k.nan_to_num(), again.k.nan_to_num())
+    assert counter.frame_count <= 2
+
+
+def test_a_graph_of_appends_copies_no_cache():
+    """Inductor writes into the caches it is given, however often: a copy a step would cost more than attention does."""
+    from torch._inductor.utils import run_and_get_code
+
+    def steps(q, new, k, v, seqlens, later):
+        first = attention_kvcache(q, k, v, cache_seqlens=seqlens, k_new=new, v_new=new)
+        return attention_kvcache(first, k, v, cache_seqlens=later, k_new=new, v_new=new)
+
+    inputs = make_inputs(CacheCase((5, 7), capacity=64, dtype="float32"))
+    k, v = inputs.k.nan_to_num(), inputs.v.nan_to_num()
+    copies, new = (k.clone(), v.clone()), torch.randn(2, 1, 2, 16)
+    seqlens = inputs.cache_seqlens, inputs.cache_seqlens + 1
+    torch._dynamo.reset()
+    out, (code,) = run_and_get_code(torch.compile(steps, fullgraph=True), inputs.q, new, k, v, *seqlens)
+    assert torch.equal(out, steps(inputs.q, new, *copies, *seqlens))
+    assert torch.equal(k, copies[0]) and torch.equal(v, copies[1])
+    body = code[code.index("def call(") :]
+    assert body.count("torch.ops.cute_flash.attention_kvcache_append.default(") == 2
+    assert "empty_strided" not in body and "copy" not in body and "clone" not in body
+
+
+def test_fake_tensors_take_the_operator_and_its_checks():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, cache = torch.empty(2, 3, 4, 16), torch.empty(2, 10, 2, 16)
+        seqlens = torch.empty(2, dtype=torch.int32)
+        out, lse = attention_kvcache(q, cache, cache, cache_seqlens=seqlens, return_lse=True)
+        assert out.shape == (2, 3, 4, 16) and lse.shape == (2, 4, 3)
+        with pytest.raises(TypeError, match="cache_seqlens must be int32"):
+            attention_kvcache(q, cache, cache, cache_seqlens=seqlens.long())
+        words = (False, None, None, None, None, False, None)
+        with pytest.raises(ValueError, match="k_cache has 2 rows for a batch of 1"):
+            torch.ops.cute_flash.attention_kvcache(
+                q[:1], cache, cache, seqlens[:1], None, None, None, False, False, *words
+            )

@@ -3,6 +3,7 @@
 import csv
 import sys
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from cute_flash.spec.plan import Tile
-from perf import baselines, bench, check, points, records, report, series, supervise, train
+from perf import baselines, bench, check, host_cost, points, records, report, series, supervise, train
 from scripts import sass, tune
 from tests import oracle
 from tests.cases import OWN_KERNELS
@@ -252,3 +253,23 @@ def test_models_that_differ_by_their_attention_learn_alike(tmp_path: Path):
     assert all(float(row["ms"]) > 0 and row["commit"] == "c" for row in rows)
     with pytest.raises(SystemExit):
         train.arguments(["--width", "200"])
+
+
+def test_a_case_that_does_not_come_back_leaves_the_others_their_figures(monkeypatch):
+    """Neither while it gets ready nor in a batch; and nothing is begun once the time is over."""
+
+    def prepare(case, device, calls):
+        if case.grad:
+            time.sleep(20)
+        return (lambda: time.sleep(20)) if case.contestant == "fa2" else lambda: 1.5
+
+    monkeypatch.setattr(host_cost, "prepare_case", prepare)
+    args = host_cost.arguments(["--patience", "1", "--time-limit", "9", "--batches", "3"])
+    start = time.perf_counter()
+    rows = host_cost.measure_calls(["ours", "fa2"], torch.device("cpu"), args)
+    assert time.perf_counter() - start < 13
+    notes = [row["note"] for row in rows if "note" in row]
+    assert len(rows) == 8 and len(notes) == 6
+    assert {row["median_us"] for row in rows if "note" not in row} == {1.5}
+    args = host_cost.arguments(["--time-limit", "0.001"])
+    assert all("no time left" in row["note"] for row in host_cost.measure_calls(["ours"], torch.device("cpu"), args))

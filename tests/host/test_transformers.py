@@ -6,7 +6,6 @@ import torch
 from cute_flash import UnsupportedError
 from cute_flash.integrations import spans as runs
 from cute_flash.integrations import transformers as ours
-from cute_flash.runtime import request
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 masking = transformers.masking_utils
@@ -103,6 +102,46 @@ def test_generation_is_eagers_token_by_token(name, padding, cache):
     assert results[0].shape[1] == 27 and len(results[0][:, 15:].unique()) > 3  # no constant answer
 
 
+CUTS = ((4, 10, 7), (13, 8))  # a batch of two rows, five sequences
+
+
+def packed():
+    ids, _ = tokens(batch=2)
+    return ids, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in CUTS])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_packed_sequences_are_eagers(name):
+    """position_ids that start again, as a collator without padding makes them: nobody sees another sequence."""
+    model, (ids, positions) = model_of(name), packed()
+    results = []
+    for implementation in ("eager", "cute_flash"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        logits = model(ids, position_ids=positions, use_cache=False).logits
+        logits.cos().sum().backward()
+        results.append((logits.detach(), model.model.embed_tokens.weight.grad.clone()))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    alone = model(ids[1:, :13], use_cache=False).logits
+    torch.testing.assert_close(results[1][0][1:, :13], alone, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_cu_seq_lens_are_position_ids(name):
+    """What DataCollatorWithFlattening hands over."""
+    model, (ids, _) = model_of(name), packed()
+    rows = [{"input_ids": row} for row in ids[0].split(CUTS[0])]
+    batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
+    batch.pop("labels")
+    model.set_attn_implementation("eager")
+    expected = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    model.set_attn_implementation("cute_flash")
+    torch.testing.assert_close(model(**batch, use_cache=False).logits, expected, **CLOSE)
+    longer = {**batch, "cu_seq_lens_q": batch["cu_seq_lens_q"].long(), "max_length_q": torch.tensor(10)}
+    torch.testing.assert_close(model(**longer, use_cache=False).logits, expected, **CLOSE)
+
+
 def test_a_window_and_a_softcap_matter_here():
     """Or the tests above would pass without them."""
     ids, _ = tokens()
@@ -138,11 +177,8 @@ def test_compiles_whole_and_notices_packed_sequences():
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     positions = torch.arange(21)[None].expand(3, -1)
     torch.testing.assert_close(compiled(ids, positions), call(ids, positions), **CLOSE)
-    packed = torch.cat((torch.arange(11), torch.arange(10)))[None].expand(3, -1)
     with pytest.raises(RuntimeError, match="neither causal nor a sliding window"):
-        compiled(ids, packed)
-    with pytest.raises(UnsupportedError, match="packed_sequence_mask_function"):
-        call(ids, packed)
+        compiled(ids, torch.cat((torch.arange(11), torch.arange(10)))[None].expand(3, -1))
 
 
 @pytest.mark.parametrize(
@@ -188,24 +224,64 @@ def test_a_dense_mask_is_refused_while_a_graph_is_traced():
 
 
 @pytest.mark.parametrize("lse", [False, True])
-@pytest.mark.parametrize("rows", [[[0, 4, 5, -1, 0], [2, 5, 5, -1, 0]], [[0, 5, 5, 2, 0]] * 2, [[0, 0, 5, -1, -1]] * 2])
-def test_opcheck_of_spans(rows, lse):
-    q, k, v = (torch.randn(2, 5, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+@pytest.mark.parametrize("seqlen_q", [1, 5])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[0, 0, 4, 5, -1, 0], [1, 2, 5, 5, -1, 0]],
+        [[0, 0, 5, 5, 2, 0], [1, 0, 5, 5, 2, 0]],
+        [[0, 0, 0, 5, -1, -1], [1, 0, 0, 5, -1, -1]],
+        [[0, 0, 2, 5, -1, 0], [0, 2, 5, 5, -1, 0], [1, 0, 5, 5, -1, 0]],
+    ],
+)
+def test_opcheck_of_spans(rows, seqlen_q, lse):
+    q, k, v = (torch.randn(2, n, heads, 16, requires_grad=True) for n, heads in ((seqlen_q, 4), (5, 2), (5, 2)))
     mask = torch.tensor(rows, dtype=torch.int32)[:, None, None]
     torch.library.opcheck(torch.ops.cute_flash.attention_of_spans, (q, k, v, mask, lse, 0.3, 5.0))
     detached = tuple(x.detach() for x in (q, k, v))
     out, lse_out = torch.ops.cute_flash.attention_of_spans(*detached, mask, True, 0.3, None)
-    arguments = (torch.randn_like(out), *detached, mask, out, lse_out, 0.3, None)
-    torch.library.opcheck(torch.ops.cute_flash.attention_of_spans_backward, arguments)
+    for dlse in (None, torch.randn_like(lse_out)):
+        arguments = (torch.randn_like(out), dlse, *detached, out, lse_out, mask, 0.3, None)
+        torch.library.opcheck(torch.ops.cute_flash.attention_of_spans_backward, arguments)
     torch.testing.assert_close(out, runs.attend(*detached, mask, 0.3, None))
     real = torch.ones(2, 5, dtype=torch.bool)
     torch.library.opcheck(torch.ops.cute_flash.spans_of_mask, (real, None, 2, 5, 5, 0, 0, None, 0))
     torch.library.opcheck(torch.ops.cute_flash.spans_of_mask, (None, torch.tensor(3), 2, 1, 8, 0, 0, 7, 0))
 
 
+@pytest.mark.parametrize("bounds", [(None, 0), (None, None), (3, 0), (4, 4)], ids=str)
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_packed_or_one_by_one_is_the_same(monkeypatch, bounds, in_graph):
+    """A chunk of five rows over a cache of 14 that holds 11, padded on the left, on the right, and whole; one sequence
+    of padding alone. NaN stands where nobody may look."""
+    real = torch.tensor([[0] * 4 + [1] * 7, [1] * 9 + [0] * 2, [1] * 11, [0] * 11, [0] * 10 + [1]], dtype=torch.bool)
+    if bounds == (None, None):
+        real = torch.cat([real, torch.zeros(5, 3, dtype=torch.bool)], 1)
+    mask = runs.of_mask(real, runs.Places(5, 5, 14, 6, 0), bounds)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(5, n, heads, 16, dtype=torch.float64) for n, heads in ((5, 4), (14, 2), (14, 2)))
+    seen = torch.zeros(5, 14, dtype=torch.bool)
+    seen[:, : real.shape[1]] = real
+    for x in (k, v):
+        x[~seen] = float("nan")
+    dout = torch.randn_like(q)
+    attend, results = runs.attend_in_graph if in_graph else runs.attend, []
+    for packed in (True, False):
+        if not packed:
+            monkeypatch.setattr(runs, "_is_packed", lambda parts, q: False)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, mask, 0.3, 5.0)
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+    out, dq, dk, dv = results[0]
+    assert out[2].abs().min() > 0 and not out[3].any() and not out.isnan().any()
+    assert not any(grad.isnan().any() for grad in (dq, dk, dv)) and not dk[~seen].any() and not dv[~seen].any()
+
+
 def test_a_second_derivative_of_spans_raises():
     q, k, v = (torch.randn(2, 5, 2, 16, requires_grad=True) for _ in range(3))
-    mask = torch.tensor([[0, 5, 5, -1, 0], [1, 5, 5, -1, 0]], dtype=torch.int32)[:, None, None]
+    mask = torch.tensor([[0, 0, 5, 5, -1, 0], [1, 1, 5, 5, -1, 0]], dtype=torch.int32)[:, None, None]
     out = torch.ops.cute_flash.attention_of_spans(q, k, v, mask, True, None, None)[0]
     (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
@@ -237,18 +313,24 @@ def spans(mask_function=masking.causal_mask_function, q_length=5, kv_length=5, *
 
 def test_padding_becomes_runs_of_keys():
     real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=torch.bool)
-    assert spans(attention_mask=real)[:, 0, 0].tolist() == [[2, 5, 5, -1, 0], [0, 4, 5, -1, 0]]
+    assert spans(attention_mask=real)[:, 0, 0].tolist() == [[0, 2, 5, 5, -1, 0], [1, 0, 4, 5, -1, 0]]
     window = masking.sliding_window_causal_mask_function(3)
-    assert spans(window, attention_mask=real)[:, 0, 0].tolist() == [[2, 5, 5, 2, 0], [0, 4, 5, 2, 0]]
+    assert spans(window, attention_mask=real)[:, 0, 0].tolist() == [[0, 2, 5, 5, 2, 0], [1, 0, 4, 5, 2, 0]]
     both = masking.bidirectional_mask_function
-    assert spans(both, 1, 5, attention_mask=real)[:, 0, 0].tolist() == [[2, 5, 5, -1, -1], [0, 4, 5, -1, -1]]
+    assert spans(both, 1, 5, attention_mask=real)[:, 0, 0].tolist() == [[0, 2, 5, 5, -1, -1], [1, 0, 4, 5, -1, -1]]
     around = masking.sliding_window_bidirectional_mask_function(2)
-    assert spans(around)[:, 0, 0].tolist() == [[0, 5, 5, 2, 2]] * 2
-    assert spans(q_length=1, kv_length=64, q_offset=9)[:, 0, 0].tolist() == [[0, 10, 10, -1, 0]] * 2  # a static cache
+    assert spans(around)[:, 0, 0].tolist() == [[n, 0, 5, 5, 2, 2] for n in range(2)]
+    assert spans(q_length=1, kv_length=64, q_offset=9)[:, 0, 0].tolist() == [
+        [n, 0, 10, 10, -1, 0] for n in range(2)
+    ]  # a static cache
     assert spans(q_length=1, kv_length=10, q_offset=torch.tensor(9)) is None
     assert spans(attention_mask=torch.ones(2, 5, dtype=torch.bool)) is None
+    numbers = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
+    assert runs.of_packed(numbers, (None, 0))[:, 0, 0].tolist() == [
+        [0, 0, 2, 5, -1, 0], [0, 2, 5, 5, -1, 0], [1, 0, 5, 5, -1, 0],
+    ]  # fmt: skip
     nothing = spans(attention_mask=torch.zeros(2, 5, dtype=torch.bool))
-    assert nothing[:, 0, 0].tolist() == [[0, 0, 5, -1, 0]] * 2
+    assert nothing[:, 0, 0].tolist() == [[n, 0, 0, 5, -1, 0] for n in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -306,7 +388,7 @@ def test_masks_without_such_a_form_are_refused(call, sentence):
         ({"dropout": 0.1}, r"attention dropout is not supported.*dropout=0.1"),
         ({"s_aux": torch.zeros(2)}, "attention sinks are not built yet"),
         ({"position_bias": torch.zeros(2)}, "a position bias"),
-        ({"cu_seq_lens_q": torch.zeros(2)}, "packed sequences"),
+        ({"block_table": torch.zeros(2)}, "paged caches"),
         ({"output_attentions": True}, "never forms the weights"),
         ({"is_causal": False, "sliding_window": 3}, "without the mask that says how wide"),
     ],
@@ -343,14 +425,25 @@ def test_an_old_transformers_is_refused_by_name(monkeypatch):
         ours.register()
 
 
-def test_batches_of_one_span_are_one_call(monkeypatch):
+def test_a_batch_is_one_call_where_it_can_be(monkeypatch):
+    """Packed where spans differ; but a single row is attended sequence by sequence: a cache is not moved together."""
     calls = []
-    monkeypatch.setattr(runs, "attention", lambda q, k, v, **options: calls.append((q.shape, k.shape)) or q)
-    q = torch.zeros(3, 4, 2, 16)
-    for rows in ([[0, 4, 4, -1, 0]] * 3, [[0, 4, 4, -1, 0], [1, 4, 4, -1, 0], [0, 4, 4, -1, 0]]):
+    for name in ("attention", "attention_varlen"):
+        monkeypatch.setattr(
+            runs,
+            name,
+            lambda q, k, v, name=name, **options: calls.append((name, len(q), len(k))) or torch.zeros_like(q),
+        )
+    alike, unlike = ([[n, start * n, 4, 4, -1, 0] for n in range(3)] for start in (0, 1))
+    for rows, seqlen_q, expected in (
+        (alike, 4, [("attention", 3, 3)]),
+        (alike, 1, [("attention", 3, 3)]),
+        (unlike, 4, [("attention_varlen", 12, 12)]),
+        (unlike, 2, [("attention_varlen", 6, 12)]),
+        (unlike, 1, [("attention", 1, 1)] * 3),
+    ):
         calls.clear()
+        q, k = torch.zeros(3, seqlen_q, 2, 16), torch.zeros(3, 4, 2, 16)
         mask = torch.tensor(rows, dtype=torch.int32)[:, None, None]
-        out, weights = ours.attention_forward(torch.nn.Module(), *(x.transpose(1, 2) for x in (q, q, q)), mask)
-        assert out.shape == q.shape and weights is None
-        assert len(calls) == (1 if rows[0] == rows[1] else 3)
-    assert request.HEAD_DIM_MIN <= 16
+        out, weights = ours.attention_forward(torch.nn.Module(), *(x.transpose(1, 2) for x in (q, k, k)), mask)
+        assert out.shape == q.shape and weights is None and calls == expected

@@ -150,6 +150,21 @@ def test_hints_that_are_no_lengths_are_refused_where_their_kind_is_warm(name, hi
         call(**{name: hint})
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("total_q", "total_k", "which"), [(0, 12, "q"), (12, 0, "k"), (0, 0, "q")])
+def test_lengths_of_nothing_are_checked_too(total_q, total_k, which, compiled):
+    """No kernel runs, and none looks at them."""
+    q, k = torch.zeros(total_q, 4, 16), torch.zeros(total_k, 2, 16)
+    zeros = torch.zeros(3, dtype=torch.int32)
+    call_it = torch.compile(attention_varlen, fullgraph=True, backend="eager") if compiled else attention_varlen
+    fine = {"cu_seqlens_q": CU if total_q else zeros, "cu_seqlens_k": CU if total_k else zeros}
+    assert not call_it(q, k, k, **fine).any()
+    with pytest.raises(ValueError, match=f"cu_seqlens_{which} must end within the 0 rows it cuts, got 12"):
+        call_it(q, k, k, cu_seqlens_q=CU, cu_seqlens_k=CU)
+    with pytest.raises(ValueError, match="cu_seqlens_q must start at 0, got 1"):
+        call_it(q, k, k, **{**fine, "cu_seqlens_q": CU + 1})
+
+
 def test_what_is_missing_is_named():
     inputs = make_inputs(same(5))
     with pytest.raises(TypeError, match="cu_seqlens_k"):
@@ -183,13 +198,14 @@ def test_hints_choose_kernels_and_change_nothing():
     for hints in ({"max_seqlen_q": 40, "max_seqlen_k": 40}, {"max_seqlen_q": 1}, {"max_seqlen_k": 0}):
         assert torch.equal(attention_varlen(*qkv, **inputs.lengths, **hints), plain)
         problem = cute_flash.explain(*qkv, **inputs.lengths, **hints).problem
-        assert (problem.few_rows, problem.few_keys, problem.short) == packed.kind(
-            hints.get("max_seqlen_q"), hints.get("max_seqlen_k")
-        )
-    kinds = [packed.kind(n, n) for n in (0, 16, 17, 64, 65, 1024, 1025)]
+        longest = hints.get("max_seqlen_q"), hints.get("max_seqlen_k")
+        assert (problem.few_rows, problem.few_keys, problem.short) == packed.kind(longest, (60, 60), 4)
+    kinds = [packed.kind((n, n), (10_000, 10_000), 4) for n in (0, 16, 17, 64, 65, 1024, 1025)]
     assert [few_rows for few_rows, *_ in kinds] == [16, 16, 32, 64, 0, 0, 0]
     assert all(few_rows == few_keys for few_rows, few_keys, _ in kinds)
     assert [short for *_, short in kinds] == [True] * 6 + [False]
+    means = [packed.kind((None, None), (total, 192), starts) for total, starts in ((192, 4), (193, 4), (7, 1))]
+    assert means == [(64, 64, False), (0, 64, False), (0, 0, False)]
 
 
 def test_a_warm_call_describes_nothing(monkeypatch):
@@ -211,20 +227,32 @@ def test_backends_without_it_are_passed_over(arch, own):
     inputs = make_inputs(same(40, 3, dtype="bfloat16"))
     leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     decision = cute_flash.explain(*leaves, **inputs.lengths, arch=arch)
-    for each in (decision, decision.backward):
+    refused = [("the backward of packed sequences (attention_varlen) is not built yet", decision.backward)]
+    if own == "sm100":
+        refused.append(("packed sequences (attention_varlen) are not built yet", decision))
+    for sentence, each in refused:
         assert each.plan.backend == "triton" and each.plan.form == "packed" and each.fallback
-        assert each.refusals[own] == ("packed sequences (attention_varlen) are not built yet",)
+        assert each.refusals[own] == (sentence,)
     with pytest.raises(UnsupportedError, match="packed sequences"):
         cute_flash.explain(*leaves, **inputs.lengths, arch=arch, backend=own)
 
 
+def test_hopper_has_the_forward():
+    inputs = make_inputs(same(200, 3, dtype="bfloat16"))
+    qkv = inputs.q, inputs.k, inputs.v
+    plain = cute_flash.explain(*qkv, **inputs.lengths, arch="9.0").plan
+    short = cute_flash.explain(*qkv, **inputs.lengths, max_seqlen_q=40, max_seqlen_k=40, arch="9.0").plan
+    assert plain.backend == short.backend == "sm90" and plain.form == short.form == "packed" and plain.draws
+    assert short.tile.tile_m == 64 and short.ctas == 2 * plain.ctas
+
+
 def test_emulated_calls_go_to_the_reference():
-    """The emulator runs CuTe-DSL kernels, and none has it: what runs is said, and right."""
+    """The emulator runs CuTe-DSL kernels, and Blackwell's have it not: what runs is said, and right."""
     case = same(20, 9, causal=True, dtype="float32")
     inputs = make_inputs(case)
     right = attention_varlen(inputs.q, inputs.k, inputs.v, **inputs.lengths, causal=True)
     half = [x.half() for x in (inputs.q, inputs.k, inputs.v)]
-    with settings.override(emulate="sm_90a"), pytest.warns(cute_flash.FallbackWarning, match="packed sequences"):
+    with settings.override(emulate="sm_100a"), pytest.warns(cute_flash.FallbackWarning, match="packed sequences"):
         out = attention_varlen(*half, **inputs.lengths, causal=True)
     torch.testing.assert_close(out.float(), right, rtol=2e-2, atol=5e-3)
 
@@ -288,6 +316,33 @@ def test_exported_with_hints_that_are_read_from_the_lengths():
     arguments = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q
     exported = torch.export.export(Module(), arguments, strict=False).module()
     assert torch.equal(exported(*arguments), Module()(*arguments))
+
+
+def test_one_graph_serves_all_lengths():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention_varlen, fullgraph=True, dynamic=True, backend=counter)
+    for lengths in ((10, 5), (7, 9, 30), (3,) * 6, (64, 1, 2, 80)):
+        inputs = make_inputs(same(*lengths))
+        longest = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+        out = compiled(inputs.q, inputs.k, inputs.v, **inputs.lengths, **longest, causal=True)
+        assert torch.equal(out, attention_varlen(inputs.q, inputs.k, inputs.v, **inputs.lengths, causal=True))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_opcheck_of_the_backward(with_dlse):
+    inputs = make_inputs(same(10, 5, head_dim=16, head_dim_v=16))
+    tensors, rest = (inputs.q, inputs.k, inputs.v), (*inputs.lengths.values(), None, None)
+    words = (True, 5, None, 0.3, 4.0, False, None)
+    out, lse = torch.ops.cute_flash.attention_varlen(*tensors, *rest, True, *words)
+    dlse = torch.randn_like(lse) if with_dlse else None
+    torch.library.opcheck(
+        torch.ops.cute_flash.attention_varlen_backward.default,
+        (torch.randn_like(out), dlse, *tensors, out, lse, *rest, *words),
+    )
 
 
 def test_opcheck():

@@ -8,10 +8,39 @@ import cutlass.pipeline as pipelines
 from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
+from cute_flash.spec.plan import Tile
+
 from ...common.keyunits import Unit, first_stop, next_stop
 from .memory import TmaSource
 from .pipeline import BackwardPipelines
 from .schedule import LOAD_WARP
+
+
+class Sources(NamedTuple):
+    """What a kernel reads through TMA."""
+
+    q: TmaSource
+    k: TmaSource
+    v: TmaSource
+    do: TmaSource
+
+
+def sources_of(moved: tuple, layouts: NamedTuple, tile: Tile, widths: tuple[int, int, int]) -> Sources:
+    """`moved`: (q, k, v, do), modes (batch, seqlen, heads, head_dim); `widths`: (of q, of k, of v and do)."""
+
+    def source(tensor, layout, rows, width):
+        view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+        box, op = cute.slice_(layout, (None, None, 0)), cpasync.CopyBulkTensorTileG2SOp()
+        return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (rows, width)))
+
+    q, k, v, do = moved
+    width_q, width_k, width_v = widths
+    return Sources(
+        q=source(q, layouts.q, tile.tile_m, width_q),
+        k=source(k, layouts.k, tile.tile_n, width_k),
+        v=source(v, layouts.v, tile.tile_n, width_v),
+        do=source(do, layouts.do, tile.tile_m, width_v),
+    )
 
 
 class TileCopy(NamedTuple):

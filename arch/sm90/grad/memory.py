@@ -27,7 +27,13 @@ from ..memory import SWIZZLE_ALIGN
 from ..schedule import WARPGROUP
 
 TICKET_SLOTS, TICKET_WORDS = 2, 8  # of the ring in which a CTA's next unit is announced: see queue.py
-ZEROS = 2048  # floats: 8 kB, stored again and again over the sums of later units, see zeros.py
+
+
+def zeros_of(tile: Tile) -> int:
+    """Floats that are stored again and again over the sums of later units, see zeros.py: 8 kB, or what is left."""
+    return 256 if tile.tile_m % 64 else 2048
+
+
 DS_SLOTS = 2  # a warpgroup may store its next dS while another still multiplies the last one
 
 
@@ -57,41 +63,72 @@ class BackwardLayouts(NamedTuple):
 def backward_layouts(tile: Tile, widths: tuple[int, int, int], dq_columns: int, dtype: type) -> BackwardLayouts:
     """`widths`: (width_qk, width_v, width_dq); dq_columns: of a warpgroup's part of dQ."""
     width_qk, width_v, width_dq = widths
+    ds = hopper.make_smem_layout_a(LayoutEnum.COL_MAJOR, (tile.tile_m, width_dq, tile.tile_n), dtype, DS_SLOTS)
+    if tile.tile_m % 64:
+        ds = row_layout(tile.tile_m, tile.tile_n, tile.tile_n, DS_SLOTS, dtype)  # keys contiguous
     return BackwardLayouts(
         k=row_layout(tile.tile_n, width_dq, dq_columns, 1, dtype),
         v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
         q=row_layout(tile.tile_m, width_qk, width_qk, tile.stages, dtype),
         do=row_layout(tile.tile_m, width_v, width_v, tile.stages, dtype),
-        ds=hopper.make_smem_layout_a(LayoutEnum.COL_MAJOR, (tile.tile_m, width_dq, tile.tile_n), dtype, DS_SLOTS),
+        ds=ds,
     )
 
 
-def backward_storage(layouts: BackwardLayouts, tile: Tile, width_dq: int, dtype: type) -> type:
-    def room(*several: cute.ComposedLayout):
-        elements = max(cute.cosize(layout) for layout in several)
-        return cute.struct.Align[cute.struct.MemRange[dtype, elements], SWIZZLE_ALIGN]
+class TransposedLayouts(NamedTuple):
+    """Of a CTA with 96 keys, where P and dS pass through shared memory and dK and dV are made transposed."""
 
-    def floats(count: int):
-        return cute.struct.Align[cute.struct.MemRange[Float32, count], SWIZZLE_ALIGN]
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+    q: cute.ComposedLayout
+    do: cute.ComposedLayout
+    p: cute.ComposedLayout  # (tile_n, tile_m, 1): P^T
+    ds: cute.ComposedLayout  # the same of dS^T
 
-    @cute.struct
-    class Storage:
-        k_barriers: cute.struct.MemRange[Int64, 2]
-        v_barriers: cute.struct.MemRange[Int64, 2]
-        q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
-        do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
-        unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
-        units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
-        k: room(layouts.k)
-        v: room(layouts.v)
-        q: room(layouts.q)
-        do: room(layouts.do)
-        ds: room(layouts.ds)
-        dq: floats(tile.tile_m * width_dq)
-        zeros: floats(ZEROS)
-        rows: floats(2 * tile.tile_m * tile.stages)
 
-    return Storage
+def transposed_layouts(tile: Tile, widths: tuple[int, int, int], do_slots: int, dtype: type) -> TransposedLayouts:
+    """`widths`: (width_qk, width_v, columns of a warpgroup's part of dQ)."""
+    width_qk, width_v, dq_columns = widths
+    weights = row_layout(tile.tile_n, tile.tile_m, tile.tile_m, 1, dtype)
+    return TransposedLayouts(
+        k=row_layout(tile.tile_n, width_qk, dq_columns, 1, dtype),
+        v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
+        q=row_layout(tile.tile_m, width_qk, 64, tile.stages, dtype),
+        do=row_layout(tile.tile_m, width_v, 64, do_slots, dtype),
+        p=weights,
+        ds=weights,
+    )
+
+
+def storage_of(layouts: NamedTuple, dtype: type, row_values: int, floats: dict[str, int]) -> type:
+    """Of any of these layouts: barriers, tickets and a ring of row values; a room for each layout and of `floats`."""
+
+    def room(kind: type, elements: int):
+        return cute.struct.Align[cute.struct.MemRange[kind, elements], SWIZZLE_ALIGN]
+
+    slots = {name: slots_of(getattr(layouts, name)) for name in ("k", "v", "q", "do")}
+    fields = {f"{name}_barriers": cute.struct.MemRange[Int64, 2 * count] for name, count in slots.items()}
+    fields["unit_barriers"] = cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
+    fields["units"] = cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
+    if row_values:
+        values = cute.struct.MemRange[Float32, row_values * slots["q"]]
+        fields["rows"] = cute.struct.Align[values, 16]
+    fields |= {name: room(dtype, cute.cosize(layout)) for name, layout in layouts._asdict().items()}
+    fields |= {name: room(Float32, count) for name, count in floats.items()}
+    return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
+
+def slots_of(layout: cute.ComposedLayout) -> int:
+    return cute.size(layout, mode=[2])
+
+
+def rooms_of(storage, layouts: NamedTuple) -> NamedTuple:
+    """The tensors in the place of their layouts."""
+
+    def room(name: str, layout: cute.ComposedLayout) -> cute.Tensor:
+        return getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
+
+    return type(layouts)(**{name: room(name, layout) for name, layout in layouts._asdict().items()})
 
 
 class KeyLayouts(NamedTuple):
@@ -112,70 +149,28 @@ def key_layouts(tile: Tile, width_qk: int, width_v: int, dtype: type) -> KeyLayo
     )
 
 
-def key_storage(layouts: KeyLayouts, tile: Tile, dtype: type) -> type:
-    def room(layout: cute.ComposedLayout):
-        return cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], SWIZZLE_ALIGN]
-
-    @cute.struct
-    class Storage:
-        k_barriers: cute.struct.MemRange[Int64, 2]
-        v_barriers: cute.struct.MemRange[Int64, 2]
-        q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
-        do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
-        unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
-        units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
-        rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * tile.tile_m * tile.stages], 16]
-        k: room(layouts.k)
-        v: room(layouts.v)
-        q: room(layouts.q)
-        do: room(layouts.do)
-
-    return Storage
-
-
 class WideLayouts(NamedTuple):
-    """Of a CTA with 64 keys, whose warpgroups share out the columns of dK and dV."""
+    """Of a CTA with 64 keys, whose warpgroups share out the columns of dK and dV, and that makes no dQ."""
 
     k: cute.ComposedLayout  # (tile_n, width_qk, 1)
     v: cute.ComposedLayout  # (tile_n, width_v, 1)
     q: cute.ComposedLayout  # (tile_m, width_qk, stages)
     do: cute.ComposedLayout  # (tile_m, width_v, stages)
-    weights: cute.ComposedLayout  # (tile_n, tile_m, 2): P^T, and another of dS^T
+    p: cute.ComposedLayout  # (tile_n, tile_m, 2): P^T
+    ds: cute.ComposedLayout  # the same of dS^T
 
 
 def wide_layouts(tile: Tile, width_qk: int, width_v: int, warpgroups: int, dtype: type) -> WideLayouts:
     part_qk, part_v = width_qk // warpgroups, width_v // warpgroups
+    weights = row_layout(tile.tile_n, tile.tile_m, tile.tile_m, DS_SLOTS, dtype)
     return WideLayouts(
         k=row_layout(tile.tile_n, width_qk, width_qk, 1, dtype),
         v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
         q=row_layout(tile.tile_m, width_qk, part_qk, tile.stages, dtype),
         do=row_layout(tile.tile_m, width_v, part_v, tile.stages, dtype),
-        weights=row_layout(tile.tile_n, tile.tile_m, tile.tile_m, DS_SLOTS, dtype),
+        p=weights,
+        ds=weights,
     )
-
-
-def wide_storage(layouts: WideLayouts, tile: Tile, dtype: type) -> type:
-    def room(*several: cute.ComposedLayout):
-        elements = max(cute.cosize(layout) for layout in several)
-        return cute.struct.Align[cute.struct.MemRange[dtype, elements], SWIZZLE_ALIGN]
-
-    @cute.struct
-    class Storage:
-        k_barriers: cute.struct.MemRange[Int64, 2]
-        v_barriers: cute.struct.MemRange[Int64, 2]
-        q_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
-        do_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
-        unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
-        units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
-        rows: cute.struct.Align[cute.struct.MemRange[Float32, 2 * tile.tile_m * tile.stages], 16]
-        k: room(layouts.k)
-        v: room(layouts.v)
-        q: room(layouts.q)
-        do: room(layouts.do)
-        p: room(layouts.weights)
-        ds: room(layouts.weights)
-
-    return Storage
 
 
 class RowLayouts(NamedTuple):
@@ -194,27 +189,6 @@ def row_layouts(tile: Tile, width_qk: int, width_v: int, dtype: type) -> RowLayo
         k=row_layout(tile.tile_n, width_qk, width_qk, tile.stages, dtype),
         v=row_layout(tile.tile_n, width_v, width_v, 1, dtype),
     )
-
-
-def row_storage(layouts: RowLayouts, tile: Tile, dtype: type) -> type:
-    def room(*several: cute.ComposedLayout):
-        elements = max(cute.cosize(layout) for layout in several)
-        return cute.struct.Align[cute.struct.MemRange[dtype, elements], SWIZZLE_ALIGN]
-
-    @cute.struct
-    class Storage:
-        q_barriers: cute.struct.MemRange[Int64, 2]
-        do_barriers: cute.struct.MemRange[Int64, 2]
-        k_barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
-        v_barriers: cute.struct.MemRange[Int64, 2]
-        unit_barriers: cute.struct.MemRange[Int64, 2 * TICKET_SLOTS]
-        units: cute.struct.MemRange[Int32, TICKET_WORDS * TICKET_SLOTS]
-        q: room(layouts.q)
-        do: room(layouts.do)
-        k: room(layouts.k)
-        v: room(layouts.v)
-
-    return Storage
 
 
 def transposed(smem: cute.Tensor) -> cute.Tensor:

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cute_flash.spec.plan import Tile
 
 from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .memory import transposed
+from .memory import BackwardLayouts, KeyLayouts, transposed
 
 SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -44,12 +44,19 @@ class BackwardMmas:
         return self.tile.tile_m == ROWS_PER_WARPGROUP * self.warpgroups
 
     @property
+    def dq_transposed(self) -> bool:
+        """Is dQ^T = K^T dS^T made, which has a multiple of 64 rows whatever the tile has?"""
+        return self.tile.tile_m % ROWS_PER_WARPGROUP != 0
+
+    @property
     def dq_columns(self) -> int:
-        """Of one warpgroup's part of dQ, which has 64 rows."""
+        """Of one warpgroup's part of dQ, which has 64 rows, or all where it is transposed."""
         return self.width_dq if self.dq_by_rows or self.alternate else self.width_dq // self.warpgroups
 
     @property
     def dq_parts(self) -> int:
+        if self.dq_transposed:
+            return self.warpgroups
         return self.tile.tile_m * self.width_dq // (ROWS_PER_WARPGROUP * self.dq_columns)
 
     def scores(self) -> cute.TiledMma:
@@ -68,7 +75,12 @@ class BackwardMmas:
         return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, K_MAJOR, MN_MAJOR, Float32, layout, shape, RMEM)
 
     def dq(self) -> cute.TiledMma:
-        """(tile_m, width_dq) from shared memory."""
+        """(tile_m, width_dq), or its transpose, from shared memory."""
+        if self.dq_transposed:
+            layout, shape = (self.warpgroups, 1, 1), (ROWS_PER_WARPGROUP, self.tile.tile_m)
+            return hopper.make_trivial_tiled_mma(
+                self.dtype, self.dtype, MN_MAJOR, K_MAJOR, Float32, layout, shape, SMEM
+            )
         layout = (self.warpgroups, 1, 1) if self.dq_by_rows else (1, self.warpgroups, 1)
         if self.alternate:
             layout = (1, 1, 1)
@@ -85,8 +97,8 @@ class Operands(NamedTuple):
     do: cute.Tensor  # B of dP^T
     q_columns: cute.Tensor  # B of dK
     do_columns: cute.Tensor  # B of dV
-    ds: cute.Tensor  # A of dQ
-    k_columns: cute.Tensor  # B of dQ
+    ds: cute.Tensor  # A of dQ, or B of dQ^T
+    k_columns: cute.Tensor  # B of dQ, or A of dQ^T
 
 
 class Accumulators(NamedTuple):
@@ -101,12 +113,18 @@ class Accumulators(NamedTuple):
     ds_packed: cute.Tensor  # the same of dS^T
 
 
-def make_operands(mmas: BackwardMmas, smem: tuple, group: Int32) -> Operands:
+def make_operands(mmas: BackwardMmas, rooms: BackwardLayouts, group: Int32) -> Operands:
     """`group`, warp-uniform, stands for its first thread: descriptors are then formed in uniform registers."""
-    s_k, s_v, s_q, s_do, s_ds = smem
+    s_k, s_v, s_q, s_do, s_ds = rooms
     first = group * WARPGROUP
     scores, dk, dv, dq = mmas.scores(), mmas.by_keys(mmas.width_qk), mmas.by_keys(mmas.width_v), mmas.dq()
     part, dq_part = scores.get_slice(first), dq.get_slice(0 if mmas.alternate else first)
+    if mmas.dq_transposed:
+        ds = dq.make_fragment_B(dq_part.partition_B(s_ds))
+        k_columns = dq.make_fragment_A(dq_part.partition_A(transposed(s_k)))
+    else:
+        ds = dq.make_fragment_A(dq_part.partition_A(s_ds))
+        k_columns = dq.make_fragment_B(dq_part.partition_B(transposed(s_k)))
     return Operands(
         k=scores.make_fragment_A(part.partition_A(s_k)),
         v=scores.make_fragment_A(part.partition_A(s_v)),
@@ -114,8 +132,8 @@ def make_operands(mmas: BackwardMmas, smem: tuple, group: Int32) -> Operands:
         do=scores.make_fragment_B(part.partition_B(s_do)),
         q_columns=dk.make_fragment_B(dk.get_slice(first).partition_B(transposed(s_q))),
         do_columns=dv.make_fragment_B(dv.get_slice(first).partition_B(transposed(s_do))),
-        ds=dq.make_fragment_A(dq_part.partition_A(s_ds)),
-        k_columns=dq.make_fragment_B(dq_part.partition_B(transposed(s_k))),
+        ds=ds,
+        k_columns=k_columns,
     )
 
 
@@ -128,7 +146,7 @@ def make_accumulators(mmas: BackwardMmas) -> Accumulators:
     return Accumulators(
         s=registers(mmas.scores(), (tile.tile_n, tile.tile_m)),
         dp=registers(mmas.scores(), (tile.tile_n, tile.tile_m)),
-        dq=registers(mmas.dq(), (tile.tile_m, mmas.width_dq)),
+        dq=registers(mmas.dq(), (mmas.width_dq, tile.tile_m) if mmas.dq_transposed else (tile.tile_m, mmas.width_dq)),
         dk=registers(mmas.by_keys(mmas.width_qk), (tile.tile_n, mmas.width_qk)),
         dv=registers(mmas.by_keys(mmas.width_v), (tile.tile_n, mmas.width_v)),
         p_packed=cute.make_rmem_tensor((tile.tile_m // 4,), Int32),
@@ -176,8 +194,8 @@ class KeyAccumulators(NamedTuple):
     ds_packed: cute.Tensor
 
 
-def make_key_operands(mmas: BackwardMmas, smem: tuple, group: Int32) -> KeyOperands:
-    s_k, s_v, s_q, s_do = smem
+def make_key_operands(mmas: BackwardMmas, rooms: KeyLayouts, group: Int32) -> KeyOperands:
+    s_k, s_v, s_q, s_do = rooms
     first = group * WARPGROUP
     scores, gradients, dk, dv = (
         mmas.scores(), mmas.gradients(), mmas.by_keys(mmas.width_qk), mmas.by_keys(mmas.width_v)

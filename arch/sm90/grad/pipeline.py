@@ -11,24 +11,24 @@ DS_STORED            all MMA threads                dS of the tile is in shared 
 DS_STORED + slot     all MMA threads                the same where one makes all of dQ: the other does not wait
 DQ_FULL + p          160: a warpgroup and a warp    part p of dQ is in shared memory
 DQ_EMPTY + p         160: the same                  that part has been read
+TILE_READ + w        256: both warpgroups           the one that is not w has multiplied the P and dS of a tile
 
 dS has two slots and one barrier: who stores dS of tile i + 2 has passed the barrier of tile i + 1, which every
 warpgroup enters after its dQ of tile i is done. In turn: warpgroup w makes dQ of the tiles in slot w, waits there for
 the other's dS, and stores into that slot again after its own dQ; the other does so after a barrier that w enters later.
+Where P passes through shared memory too (backward_wide.py), both have one slot, and TILE_READ guards them.
 """
 
 from typing import NamedTuple
 
 import cutlass.cute as cute
 import cutlass.pipeline as pipelines
-from cutlass import Float32
-
-from cute_flash.spec.plan import Tile
+from cutlass import Float32, Int32
 
 from ..schedule import WARPGROUP, Schedule
-from .memory import RowLayouts
+from .memory import slots_of
 
-DS_STORED, DQ_FULL, DQ_EMPTY = 1, 3, 5  # ids; each takes up to two
+DS_STORED, DQ_FULL, DQ_EMPTY, TILE_READ = 1, 3, 5, 7  # ids; each takes up to two
 DQ_THREADS = WARPGROUP + 32
 
 
@@ -39,63 +39,41 @@ class BackwardPipelines(NamedTuple):
     do: pipelines.PipelineTmaAsync
 
 
-def tma_pipeline(barriers: cute.Pointer, slots: int, slot_bytes: int, mma_warps: int) -> pipelines.PipelineTmaAsync:
-    return pipelines.PipelineTmaAsync.create(
-        barrier_storage=barriers,
-        num_stages=slots,
-        producer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread),
-        consumer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread, mma_warps),
-        tx_count=slot_bytes,
-        defer_sync=True,
-    )
+def open_backward(storage, layouts: NamedTuple, row_values: int, dtype: type, schedule: Schedule) -> BackwardPipelines:
+    """layouts: any of memory.py; `row_values`: float32 that come with Q."""
 
+    def ring(name: str, more: int = 0) -> pipelines.PipelineTmaAsync:
+        layout = getattr(layouts, name)
+        return pipelines.PipelineTmaAsync.create(
+            barrier_storage=getattr(storage, f"{name}_barriers").data_ptr(),
+            num_stages=slots_of(layout),
+            producer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread),
+            consumer_group=pipelines.CooperativeGroup(pipelines.Agent.Thread, schedule.mma_warps),
+            tx_count=cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, 0))) + more,
+            defer_sync=True,
+        )
 
-def slot_bytes(layout: cute.ComposedLayout, dtype: type) -> int:
-    return cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, 0)))
-
-
-def open_backward(storage, layouts, tile: Tile, dtype: type, schedule: Schedule) -> BackwardPipelines:
-    """layouts: BackwardLayouts or WideLayouts."""
-    row_values = 2 * tile.tile_m * Float32.width // 8
-    warps = schedule.mma_warps
-    opened = BackwardPipelines(
-        k=tma_pipeline(storage.k_barriers.data_ptr(), 1, slot_bytes(layouts.k, dtype), warps),
-        v=tma_pipeline(storage.v_barriers.data_ptr(), 1, slot_bytes(layouts.v, dtype), warps),
-        q=tma_pipeline(storage.q_barriers.data_ptr(), tile.stages, slot_bytes(layouts.q, dtype) + row_values, warps),
-        do=tma_pipeline(storage.do_barriers.data_ptr(), tile.stages, slot_bytes(layouts.do, dtype), warps),
-    )
+    opened = BackwardPipelines(ring("k"), ring("v"), ring("q", row_values * Float32.width // 8), ring("do"))
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
     return opened
 
 
-def backward_states(role: pipelines.PipelineUserType, stages: int) -> tuple:
-    """Where a role stands in K and V, which come and go together, and in the rings of Q and dO."""
-    return tuple(pipelines.make_pipeline_state(role, slots) for slots in (1, stages, stages))
-
-
-class RowPipelines(NamedTuple):
-    """Of a CTA that owns query rows: Q and dO stay, K has `stages` slots, V one."""
-
-    q: pipelines.PipelineTmaAsync
-    do: pipelines.PipelineTmaAsync
-    k: pipelines.PipelineTmaAsync
-    v: pipelines.PipelineTmaAsync
-
-
-def open_rows(storage, layouts: RowLayouts, stages: int, dtype: type, schedule: Schedule) -> RowPipelines:
-    warps = schedule.mma_warps
-    opened = RowPipelines(
-        q=tma_pipeline(storage.q_barriers.data_ptr(), 1, slot_bytes(layouts.q, dtype), warps),
-        do=tma_pipeline(storage.do_barriers.data_ptr(), 1, slot_bytes(layouts.do, dtype), warps),
-        k=tma_pipeline(storage.k_barriers.data_ptr(), stages, slot_bytes(layouts.k, dtype), warps),
-        v=tma_pipeline(storage.v_barriers.data_ptr(), 1, slot_bytes(layouts.v, dtype), warps),
-    )
-    cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
-    return opened
+def backward_states(role: pipelines.PipelineUserType, slots: tuple[int, int]) -> tuple:
+    """Where a role stands in K and V, which come and go together, and in the rings of Q and dO with their `slots`."""
+    return tuple(pipelines.make_pipeline_state(role, count) for count in (1, *slots))
 
 
 def row_states(role: pipelines.PipelineUserType, stages: int) -> tuple:
-    """Where a role stands in Q, dO, K and V."""
+    """Where a role of a CTA that owns query rows stands in Q, dO, K and V."""
     return tuple(pipelines.make_pipeline_state(role, slots) for slots in (1, 1, stages, 1))
+
+
+def tell_read(group: Int32):
+    """To warpgroup `group`, by the other: P and dS of a tile are multiplied."""
+    cute.arch.barrier_arrive(barrier_id=TILE_READ + group, number_of_threads=2 * WARPGROUP)
+
+
+def wait_read(group: Int32):
+    """By warpgroup `group`, until the other has said so."""
+    cute.arch.barrier(barrier_id=TILE_READ + group, number_of_threads=2 * WARPGROUP)

@@ -1,13 +1,17 @@
-"""P and dS on S^T and dP^T fragments. Rows are keys, columns queries: LSE and delta belong to columns."""
+"""P and dS on S^T and dP^T fragments: rows are keys, columns queries, and LSE and delta belong to columns.
+
+By rows: on S and dP fragments, whose rows are queries.
+"""
 
 from collections.abc import Iterator
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...common.delta import values_together
+from ...common.delta import value_place, values_together
 from ...common.numeric import capped_weights, exp2, pack_fragment, pack_pair
-from ..mma import first_column, rows_view
+from ..mma import first_column, first_row, rows_view
 
 
 def _by_columns(values: cute.Tensor, thread: Int32, tile_m: int) -> Iterator[tuple[int, Float32]]:
@@ -105,4 +109,43 @@ def score_gradients(
     for c, shift in _by_columns(delta, thread, tile_m):
         for r in range(2):
             view[r, c] = view[r, c] * (gradients[r, c] - shift)
+    pack_fragment(weights, packed, dtype)
+
+
+def row_values(values: cute.Tensor, thread: Int32, tile_m: int) -> tuple[list[Float32], list[Float32]]:
+    """(LSE in base 2, delta) of a thread's two rows. values: (2 * tile_m,) in shared memory; thread: of a warpgroup."""
+    places = [value_place(first_row(thread) + 8 * r, tile_m) for r in range(2)]
+    return [values[place] for place in places], [values[tile_m + place] for place in places]
+
+
+@cute.jit
+def weights_by_rows(scores: cute.Tensor, packed: cute.Tensor, lse_log2: list, factors: tuple, dtype: cutlass.Constexpr):
+    """Scores become P = exp2(scale * score - LSE), rounded into `packed` as well; under a softcap they end as
+    P * (1 - tanh^2). factors: (scale in base 2, None), or see numeric.capped_weights."""
+    view, (scale_log2, cap_factor) = rows_view(scores), factors
+    columns = cute.size(view, mode=[1])
+    if cutlass.const_expr(cap_factor is None):
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(columns):
+                view[r, c] = exp2(view[r, c] * scale_log2 - lse_log2[r])
+        pack_fragment(scores, packed, dtype)
+    else:
+        slopes = cute.make_rmem_tensor(scores.layout, Float32)
+        by_rows = rows_view(slopes)
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(columns):
+                view[r, c], by_rows[r, c] = capped_weights(view[r, c], lse_log2[r], factors)
+        pack_fragment(scores, packed, dtype)
+        scores.store(slopes.load())
+
+
+@cute.jit
+def gradients_by_rows(
+    weights: cute.Tensor, dp: cute.Tensor, packed: cute.Tensor, delta: list, dtype: cutlass.Constexpr
+):
+    """dS = weights * (dP - delta), rounded into `packed`; `weights` is overwritten."""
+    view, gradients = rows_view(weights), rows_view(dp)
+    for r in cutlass.range_constexpr(2):
+        for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
+            view[r, c] = view[r, c] * (gradients[r, c] - delta[r])
     pack_fragment(weights, packed, dtype)

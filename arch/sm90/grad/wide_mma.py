@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cute_flash.spec.plan import Tile
 
 from ..schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .memory import transposed
+from .memory import WideLayouts, transposed
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
@@ -67,21 +67,20 @@ class WideAccumulators(NamedTuple):
     ds_packed: cute.Tensor  # the same of dS^T
 
 
-def make_wide_operands(mmas: WideMmas, smem: tuple, group: Int32) -> WideOperands:
+def make_wide_operands(mmas: WideMmas, rooms: WideLayouts, group: Int32) -> WideOperands:
     """`group`, warp-uniform, stands for its first thread: descriptors are then formed in uniform registers."""
-    s_k, s_v, s_q, s_do, s_p, s_ds = smem
     first = group * WARPGROUP
     scores, dk, dv = mmas.scores(), mmas.by_keys(mmas.width_qk), mmas.by_keys(mmas.width_v)
     part, dk_part, dv_part = (tiled.get_slice(first) for tiled in (scores, dk, dv))
     return WideOperands(
-        k=scores.make_fragment_A(part.partition_A(s_k)),
-        v=scores.make_fragment_A(part.partition_A(s_v)),
-        q=scores.make_fragment_B(part.partition_B(s_q)),
-        do=scores.make_fragment_B(part.partition_B(s_do)),
-        q_columns=dk.make_fragment_B(dk_part.partition_B(transposed(s_q))),
-        do_columns=dv.make_fragment_B(dv_part.partition_B(transposed(s_do))),
-        p=dv.make_fragment_A(dv_part.partition_A(s_p)),
-        ds=dk.make_fragment_A(dk_part.partition_A(s_ds)),
+        k=scores.make_fragment_A(part.partition_A(rooms.k)),
+        v=scores.make_fragment_A(part.partition_A(rooms.v)),
+        q=scores.make_fragment_B(part.partition_B(rooms.q)),
+        do=scores.make_fragment_B(part.partition_B(rooms.do)),
+        q_columns=dk.make_fragment_B(dk_part.partition_B(transposed(rooms.q))),
+        do_columns=dv.make_fragment_B(dv_part.partition_B(transposed(rooms.do))),
+        p=dv.make_fragment_A(dv_part.partition_A(rooms.p)),
+        ds=dk.make_fragment_A(dk_part.partition_A(rooms.ds)),
     )
 
 

@@ -14,17 +14,16 @@ from cutlass import Float32, Int32, Int64
 
 from ...common.delta import Ahead, Scratch
 from ...common.keyunits import Unit, index_from
-from .memory import ZEROS
 from .queue import UnitRing, receive, unit_states
 
 
 class Zeroing(NamedTuple):
-    """Read-only."""
+    """Read-only; the scratch alone where no dQ is summed."""
 
     scratch: Scratch
-    ahead: Ahead
-    heads_kv: Int32
-    units: Int32  # of the launch
+    ahead: Ahead | None = None
+    heads_kv: Int32 | None = None
+    units: Int32 | None = None  # of the launch
 
 
 def _word(zeroing: Zeroing, row: Int32):
@@ -33,11 +32,11 @@ def _word(zeroing: Zeroing, row: Int32):
 
 @cute.jit
 def zero_role(zeroing: Zeroing, s_zeros: cute.Tensor, ring: UnitRing):
-    """One warp. s_zeros: (ZEROS,) in shared memory."""
+    """One warp. s_zeros: (floats,) in shared memory."""
     zeros = cute.make_rmem_tensor((4,), Float32)
     zeros.fill(0.0)
-    fours = cute.make_tensor(s_zeros.iterator.align(16), cute.make_layout((4, ZEROS // 4)))
-    for i in cutlass.range(cute.arch.lane_idx(), ZEROS // 4, 32, unroll=1):
+    fours = cute.make_tensor(s_zeros.iterator.align(16), cute.make_layout((4, cute.size(s_zeros) // 4)))
+    for i in cutlass.range(cute.arch.lane_idx(), cute.size(s_zeros) // 4, 32, unroll=1):
         cute.autovec_copy(zeros, fours[None, i])
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
@@ -52,7 +51,7 @@ def zero_role(zeroing: Zeroing, s_zeros: cute.Tensor, ring: UnitRing):
 
 @cute.jit
 def _zero_piece(zeroing: Zeroing, s_zeros: cute.Tensor, piece: Int32):
-    ahead, sums = zeroing.ahead, zeroing.scratch.dq
+    ahead, sums, floats = zeroing.ahead, zeroing.scratch.dq, cute.size(s_zeros)
     size, query_tiles, _, _ = sums.shape
     row, within = piece // ahead.key_tiles, piece % ahead.key_tiles
     in_row, tiles = query_tiles * ahead.group, ahead.piece_tiles(query_tiles)
@@ -60,13 +59,13 @@ def _zero_piece(zeroing: Zeroing, s_zeros: cute.Tensor, piece: Int32):
     last = cutlass.min(first + tiles, in_row)
     start = sums.iterator + (Int64(row) * in_row + first) * size
     if cute.arch.lane_idx() == 0:
-        for i in cutlass.range((last - first) * (size // ZEROS), unroll=1):
+        for i in cutlass.range((last - first) * (size // floats), unroll=1):
             cute.arch.inline_ptx(
                 "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
                 read_only_args=[
-                    (start + Int64(i) * ZEROS).toint(),
+                    (start + Int64(i) * floats).toint(),
                     s_zeros.iterator.toint(),
-                    Int32(ZEROS * Float32.width // 8),
+                    Int32(floats * Float32.width // 8),
                 ],
             )
     cute.arch.cp_async_bulk_commit_group()

@@ -1,0 +1,70 @@
+"""Packed sequences in memory: the rows of one of them, for TMA and for direct access.
+
+A TMA descriptor has one bound for all its boxes, but a sequence ends where the next one begins. So the rows become
+three modes, x < BOUND and y of the rows' stride s, z of stride WRAP - s. Row r of a sequence of n rows from row f on is
+
+    x = BOUND - n + r,  y = f + n,  z = BOUND:    x s + y s + z (WRAP - s) = (f + r) s + BOUND WRAP
+
+and BOUND WRAP elements of 16 bits are 2^64 bytes, which addresses wrap around. x reaches BOUND where the sequence ends:
+what lies behind reads as zero and is not written, whoever owns it. Sequences may have 2^30 rows.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+BOUND = 1 << 30
+WRAP = 1 << 33
+
+
+class Rows(NamedTuple):
+    """Of one sequence: of Q and O, or of K and V."""
+
+    first: Int32
+    count: Int32
+
+
+class Place(NamedTuple):
+    """Of one sequence."""
+
+    q: Rows
+    k: Rows
+
+
+def ragged_view(tensor: cute.Tensor, rows_mode: int = 0) -> cute.Tensor:
+    """(1, rows, heads, width) as TMA is to see it: modes (x, width, heads, y, z), x and width the other way round with
+    rows_mode 1."""
+    _, _, heads, width = tensor.shape
+    _, row, head, column = tensor.stride
+    back = cute.assume(WRAP - row, divby=128 // tensor.element_type.width)
+    shape, stride = [BOUND, width], [row, column]
+    if rows_mode:
+        shape, stride = shape[::-1], stride[::-1]
+    layout = cute.make_layout((*shape, heads, BOUND + 1, BOUND + 1), stride=(*stride, head, row, back))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+def sequence_plane(tensor: cute.Tensor, head: Int32, rows: Rows, rows_mode: int = 0) -> cute.Tensor:
+    """A sequence's rows of a TMA tensor of ragged_view, as if it began with them: (rows, width), or (width, rows)."""
+    plane = tensor[None, None, head, rows.first + rows.count, BOUND]
+    start = BOUND - rows.count
+    return cute.domain_offset((0, start) if rows_mode else (start, 0), plane)
+
+
+def only_rows(tensor: cute.Tensor, mode: int, rows: Rows) -> cute.Tensor:
+    """A tensor in global memory with the rows of one sequence in that mode."""
+    moved = cute.domain_offset(tuple(rows.first if i == mode else 0 for i in range(cute.rank(tensor))), tensor)
+    shape = tuple(rows.count if i == mode else size for i, size in enumerate(tensor.shape))
+    return cute.make_tensor(moved.iterator, cute.make_layout(shape, stride=tensor.stride))
+
+
+@cute.jit
+def rows_of(starts: cute.Tensor, index: Int32, total: Int32) -> Rows:
+    """Of sequence `index`, or of what follows the last one. Within the tensor, whatever the lengths say."""
+    first = cutlass.min(cutlass.max(starts[index], 0), total)
+    end = total
+    if index + 1 < starts.shape[0]:
+        end = cutlass.min(starts[index + 1], total)
+    return Rows(first, cutlass.max(end - first, 0))

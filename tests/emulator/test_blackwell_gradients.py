@@ -1,0 +1,79 @@
+"""The known cases and values that break gradients, on an emulated Blackwell through the front door: both directions.
+
+Every run: one of each kind, rotating by day. scripts/test --all: all.
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+import cute_flash
+from cute_flash.spec import settings
+
+from .. import oracle
+from ..cases import Case, make_inputs
+from ..known_cases import CASES
+from ..runner import ALLOWED_RATIO, HALF_ULP, Runner
+from .hopper import turn
+
+ARCH = "sm_100a"
+# Those that ask for a gradient and are not about packs alone; 36 needs a GPU's memory.
+NUMBERS = (4, 5, 10, 11, 15, 16, 19, 20, 23, 26, 32, 33, 34, 40, 43, 51, 60)
+SOON = (4, 5, 10, 23, 43)  # under ten seconds each
+PEAKED = ("rising", "falling", "outliers", "large")
+VANISHING = ("very_negative", "constant", "tiny", "huge_score")
+
+
+@contextlib.contextmanager
+def blackwell():
+    with (
+        settings.override(cache_dir=None, backend=None, strict=True),
+        cute_flash.emulate(ARCH, mode="late", seed=1),
+    ):
+        yield Runner(torch.device("cpu"), torch.bfloat16, "sm100")
+
+
+def in_turn(some, soon=None):
+    """One of `soon` a day; the rest are slow."""
+    soon = some if soon is None else soon
+    for each in some:
+        due = each == soon[turn() % len(soon)]
+        yield pytest.param(each, id=str(each), marks=[] if due else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("number", in_turn(NUMBERS, SOON))
+def test_known_case(number, poisoned_empty):
+    with blackwell() as run:
+        CASES[number](run)
+
+
+def values_of(values: str) -> Case:
+    """Last tiles are partial; head dims in turn."""
+    dims = (64, 128, 256)[(PEAKED + VANISHING).index(values) % 3]
+    return Case(1, 130, 300, 2, 1, dims, dims, True, values=values)
+
+
+@pytest.mark.parametrize("values", in_turn(PEAKED))
+def test_scores_that_spread_widely(values, poisoned_empty):
+    case = values_of(values)
+    inputs = make_inputs(case)
+    with blackwell() as run:
+        _, grads = run.gradients(*inputs.qkv, inputs.dout, causal=True)
+    exact = oracle.backward(*inputs.qkv, inputs.dout, causal=True)
+    plain = oracle.plain_16bit_backward(*inputs.qkv, inputs.dout, causal=True)
+    for value, right, yardstick in zip(grads, exact, plain, strict=True):
+        # Few rows matter, so ratios are luck: a rounding each of P, dS and the result always passes.
+        limit = max(ALLOWED_RATIO * oracle.relative_error(yardstick, right), 3 * HALF_ULP[torch.bfloat16])
+        assert oracle.relative_error(value, right) <= limit
+
+
+@pytest.mark.parametrize("values", in_turn(VANISHING))
+def test_vanishing_gradients(values, poisoned_empty):
+    """All weights alike, or one of them 1: dV is a mean or a copy, and everything is finite."""
+    inputs = make_inputs(values_of(values))
+    with blackwell() as run:
+        _, (dq, dk, dv) = run.gradients(*inputs.qkv, inputs.dout, causal=True)
+    exact = oracle.backward(*inputs.qkv, inputs.dout, causal=True)
+    assert dq.isfinite().all() and dk.isfinite().all()
+    assert oracle.relative_error(dv, exact.dv) <= 2 * HALF_ULP[torch.bfloat16]  # P rounded, dV rounded

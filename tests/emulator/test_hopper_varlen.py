@@ -1,0 +1,115 @@
+"""Our Hopper forward of packed sequences, emulated, against float64: lengths, masks, NaN next door, wrong lengths.
+
+Every run: each case under one schedule, rotating by day. scripts/test --all: each case under four.
+"""
+
+import contextlib
+import itertools
+import math
+from unittest import mock
+
+import pytest
+import torch
+
+import cute_flash
+from cute_flash import varlen
+from cute_flash.arch.sm90 import sequences
+from cute_flash.spec import device as device_facts
+from cute_flash.spec import settings
+
+from .. import oracle, packed
+from ..packed import LONG, SHORT, Inputs, PackedCase, cases, make_inputs, same
+from .hopper import ARCH, SCHEDULES, SMS, Schedule, turn
+
+ERROR = 4e-3  # of bfloat16's output, as tests/emulator/test_hopper_forward.py
+
+
+@contextlib.contextmanager
+def emulated(schedule: Schedule, sms: int = SMS):
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(mock.patch.dict(device_facts._SM_COUNTS, {device_facts.ARCHES[ARCH]: sms}))
+        enter(settings.override(cache_dir=None, backend=None, strict=False))
+        enter(cute_flash.emulate(ARCH, **schedule.knobs))
+        yield
+
+
+def attend(case: PackedCase, inputs: Inputs, schedule: Schedule, sms: int = SMS, hints: dict = LONG):
+    qkv, options = (inputs.q, inputs.k, inputs.v), {**inputs.lengths, **case.options, **hints}
+    with emulated(schedule, sms):
+        return cute_flash.attention_varlen(*qkv, **options, return_lse=True, backend="sm90")
+
+
+def check(case: PackedCase, inputs: Inputs, found: tuple[torch.Tensor, torch.Tensor]) -> None:
+    right, _ = packed.exact(case, inputs)
+    assert oracle.relative_error(found[0], right.out) < ERROR
+    assert oracle.lse_excess(found[1], right.lse) <= 1
+
+
+def grid() -> list[tuple[PackedCase, int, dict]]:
+    """(case, multiprocessors, hints)."""
+    d128 = {"head_dim": 128, "head_dim_v": 128, "dtype": "bfloat16"}
+    grouped = cases(**d128, heads_q=4, heads_kv=2)
+    found = [(case, (SMS, 3)[i % 2], LONG) for i, case in enumerate(grouped)]
+    found += [(case, (3, SMS)[i % 2], SHORT) for i, case in enumerate(grouped)]
+    found += [(case, SMS, LONG) for case in cases(head_dim=72, head_dim_v=40, dtype="float16")[::3]]
+    found += [(case, 2, LONG) for case in cases(head_dim=256, head_dim_v=256, dtype="bfloat16", heads_q=1)[1::4]]
+    found.append((same(5, 700, *range(8), causal=True, **d128), 4, LONG))  # one long among many short
+    return found
+
+
+GRID = grid()
+CHOSEN = [SCHEDULES[i] for i in (1, 4, 6, 11)]
+RUNS = [
+    pytest.param(*cell, schedule, marks=() if (turn() + at + n) % len(CHOSEN) == 0 else pytest.mark.slow,
+                 id=f"{cell[0]}-sms{cell[1]}{'-short' if cell[2] is SHORT else ''}-{schedule}")
+    for at, cell in enumerate(GRID) for n, schedule in enumerate(CHOSEN)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "sms", "hints", "schedule"), RUNS)
+def test_against_float64(case, sms, hints, schedule, poisoned_empty):
+    inputs = make_inputs(case)
+    check(case, inputs, attend(case, inputs, schedule, sms, hints))
+
+
+@pytest.mark.parametrize("hints", [LONG, SHORT], ids=["long", "short"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_stays_in_its_sequence(causal, hints):
+    """Every second sequence is NaN; the others, which lie in the same tiles of memory, are right."""
+    lengths = (3, 65, 5, 1, 64, 190, 2)
+    case = same(*lengths, head_dim=128, head_dim_v=128, dtype="bfloat16", causal=causal)
+    inputs, clean = make_inputs(case), make_inputs(case)
+    hit = torch.zeros(sum(lengths), dtype=torch.bool)
+    for first, last in itertools.islice(itertools.pairwise(inputs.cu_seqlens_q.tolist()), 0, None, 2):
+        hit[first:last] = True
+    for tensor in (inputs.q, inputs.k, inputs.v):
+        tensor[hit] = math.nan
+    right, _ = packed.exact(case, clean)
+    out, lse = attend(case, inputs, SCHEDULES[1], 2, hints)
+    assert oracle.relative_error(out[~hit], right.out[~hit]) < ERROR
+    assert oracle.lse_excess(lse[:, ~hit], right.lse[:, ~hit]) <= 1
+    assert out[hit].isnan().all()
+
+
+def test_more_sequences_than_are_sorted():
+    """Two CTAs count the tiles of 1100 sequences; a search of three rounds finds each."""
+    lengths = tuple((i * 7) % 3 for i in range(1100))
+    case = same(*lengths, heads_q=1, head_dim=64, head_dim_v=64, dtype="bfloat16", causal=True)
+    inputs = make_inputs(case)
+    varlen._warm.clear()
+    with mock.patch.object(sequences, "SORTED", 4):
+        check(case, inputs, attend(case, inputs, SCHEDULES[1], 4, SHORT))
+    varlen._warm.clear()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lengths_out_of_order_touch_nothing_else(seed):
+    """The emulator watches every address; and the next call, which uses the same counter, is right."""
+    case = same(100, 30, 70, 56, dtype="bfloat16", causal=True)
+    inputs = make_inputs(case)
+    torch.manual_seed(seed)
+    wild = torch.randint(-1000, 2000, (5,), dtype=torch.int32)
+    fields = {"cu_seqlens_q": wild, "cu_seqlens_k": wild.flip(0).contiguous()}
+    attend(case, Inputs(**{**vars(inputs), **fields}), SCHEDULES[seed], 3)
+    check(case, inputs, attend(case, inputs, SCHEDULES[seed], 3))
