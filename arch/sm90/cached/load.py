@@ -39,8 +39,9 @@ class Loads(NamedTuple):
 
 
 # L2 policies as TMA takes them. What passes through lines of its own pushes out nothing that must be written back.
-# NVIDIA H200, 2026-11-30, after a flush that left L2 dirty, us without / with: 33 MB 20.1 19.1, 134 MB 48.6 45.7 and
-# 50.0 45.2, 268 MB 77.9 78.1, 537 MB 134.1 140.7, 2.1 GB 488 510.
+# NVIDIA H200, 2026-11-30, after a flush that left L2 dirty, us of the kernel before / this one with evict_first (keys
+# as rows came at the same time): K and V of 33 MB 20.1 19.1, 134 MB 48.6 45.7 and 50.0 45.2, 268 MB 77.7 78.1, 537 MB
+# 134.1 140.7, 2.1 GB 488 510. So large caches go without; which of the two slowed them was not measured apart.
 EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000
 STREAMED_BYTES = 192 << 20  # of K and V at most, that are to pass so
 
