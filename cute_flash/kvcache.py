@@ -89,7 +89,7 @@ def attention_kvcache(
                 kind, bounds = request.bounds(False, window and (window[0], None), softcap)
             key = (
                 dtype, q.device, type(q), seqlen_q, heads_q, head_dim, k_cache.shape[2], v_cache.shape[3], kind,
-                return_lse, cache.page_size, backend, settings.generation,
+                return_lse, cache.page_size, cache_batch_idx is None, cache.appends, backend, settings.generation,
                 request.ieee_float32(dtype),
             )  # fmt: skip
             call = _warm.get(key) if caches.fit(q, cache) else None

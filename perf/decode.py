@@ -27,8 +27,8 @@ FA3_SPLITS = (0, 1, 8, 32, 128)  # 0: its own choice
 class Operands:
     """Of one point, drawn at the first use: q (B, 1, 32, 128), k and v (B, S, 8, 128)."""
 
-    def __init__(self, batch: int, seqlen: int) -> None:
-        self.batch, self.seqlen = batch, seqlen
+    def __init__(self, batch: int, seqlen: int, splits: Sequence[int] = ()) -> None:
+        self.batch, self.seqlen, self.splits = batch, seqlen, splits
 
     @functools.cached_property
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,6 +91,7 @@ class Operands:
             "ours-page16": functools.partial(self.ours, 16),
             "ours-invariant": functools.partial(self.ours, batch_invariant=True),
             "ours-triton": functools.partial(self.ours, backend="triton"),
+            **{f"ours-splits{n}": functools.partial(self.ours, num_splits=n) for n in self.splits},
         }
         versions = serving.rival_versions()
         rivals: dict[str, tuple[Callable[[], Run], str]] = {
@@ -104,9 +105,9 @@ class Operands:
         }
 
 
-def question(point: str) -> Question:
+def question(point: str, splits: Sequence[int] = ()) -> Question:
     batch, seqlen = (int(part) for part in point.split("x"))
-    operands = Operands(batch, seqlen)
+    operands = Operands(batch, seqlen, splits)
     columns = {
         "pass": "decode", "dtype": "bf16", "d": str(DIM), "dv": str(DIM), "mask": "full", "B": str(batch),
         "Hq": str(HEADS_Q), "Hkv": str(HEADS_KV), "Sq": "1", "Sk": str(seqlen),
@@ -119,8 +120,11 @@ def question(point: str) -> Question:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = serving.parser("decode", __doc__.splitlines()[0], POINTS).parse_args(argv)
-    serving.race(args, (question(point) for point in args.points.split(",")))
+    parser = serving.parser("decode", __doc__.splitlines()[0], POINTS)
+    parser.add_argument("--splits", default="", metavar="N,...", help="ours with so many shares of the keys, too")
+    args = parser.parse_args(argv)
+    splits = [int(n) for n in args.splits.split(",") if n]
+    serving.race(args, (question(point, splits) for point in args.points.split(",")))
     return 0
 
 

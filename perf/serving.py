@@ -130,6 +130,7 @@ class _Captured:
     """A contestant as a CUDA graph, captured on a side stream after three calls there."""
 
     def __init__(self, run: Run) -> None:
+        self.run = run  # what a graph reads must outlive it: the capture of another returns freed memory to the GPU
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -117,6 +117,23 @@ def make_inputs(case: CacheCase, seed: int = 0) -> Inputs:
     return Inputs(q, k, v, lens, table, None)
 
 
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.nan_to_num(nan=9.0), other.nan_to_num(nan=9.0))
+
+
+def taken_out(inputs, count: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """((k_new, v_new), the lengths before): each row's last keys leave the cache, NaN where they were."""
+    shape = (len(inputs.cache_seqlens), count, inputs.k.shape[2])
+    new = tuple(torch.empty(*shape, x.shape[-1], dtype=x.dtype) for x in (inputs.k, inputs.v))
+    for row, length in enumerate(inputs.cache_seqlens.tolist()):
+        for i in range(count):
+            place = inputs.place_of(row, length - count + i)
+            for x, taken in zip((inputs.k, inputs.v), new, strict=True):
+                taken[row, i] = x[place]
+                x[place] = math.nan
+    return new, inputs.cache_seqlens - count
+
+
 def exact(case: CacheCase, inputs: Inputs, attention=oracle.forward) -> oracle.Attention:
     """float64, each row by itself on its own keys."""
     found = []

@@ -109,6 +109,16 @@ def odd_dim_cases() -> tuple[Case, ...]:
     return tuple(cells)
 
 
+def long_cases() -> tuple[Case, ...]:
+    """More keys than a short call has: Hopper's backward has other kernels there."""
+    dims = [(128, 128), (120, 104), (192, 192), (136, 160), (192, 128), (176, 72)]
+    return tuple(
+        shape(lengths, (1, 4)[i % 2], pair, causal)
+        for i, pair in enumerate(dims)
+        for lengths, causal in (((1100, 1201), False), ((1300, 1250), True))
+    )
+
+
 @functools.cache
 def float16_cases() -> tuple[Case, ...]:
     return tuple(

@@ -6,10 +6,11 @@ from typing import Any
 
 from cute_flash.spec.device import Device
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import BACKWARD, FORWARD, PACKED, Problem
+from cute_flash.spec.problem import BACKWARD, CACHE, DENSE, FORWARD, PACKED, Problem
 from cute_flash.spec.scratch import ScratchRule, TableRule
 
 from . import support, tiles
+from .cached.tiles import cache_tile, width_v
 
 ARCH = "sm_90a"
 
@@ -46,6 +47,8 @@ class Sm90Backend:
             draws=tiles.draws(tiles.width(dims[0]), tiles.width(dims[1]), str(mask), problem.short, softcap),
             tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap),
         )
+        if problem.form == CACHE:
+            return self._cache_plan(forward, problem)
         if problem.direction == FORWARD and problem.form == PACKED:
             tile = tiles.packed_tile(problem, softcap)
             ctas = problem.device.sm_count * tiles.forward_ctas(tile, forward.head_dim, forward.head_dim_v)
@@ -67,13 +70,28 @@ class Sm90Backend:
             variant=variant,
         )
 
+    def _cache_plan(self, forward: Plan, problem: Problem) -> Plan:
+        tile = cache_tile(problem.head_dim, problem.head_dim_v, problem.few_rows)
+        return replace(
+            forward,
+            head_dim_v=width_v(problem.head_dim_v),
+            form=CACHE,
+            page_size=problem.page_size,
+            chosen=problem.chosen,
+            appends=problem.appends,
+            draws=False,
+            tile=tile,
+        )
+
     def split(self, plan: Plan) -> Plan | None:
-        shares = plan.direction == FORWARD and plan.plain and plan.form != PACKED
+        shares = plan.direction == FORWARD and plan.plain and plan.form == DENSE
         return replace(plan, variant=tiles.SPLIT, draws=False) if shares else None
 
     def scratch(self, plan: Plan) -> ScratchRule | TableRule | None:
         if plan.direction == BACKWARD:
             return tiles.backward_scratch(plan)
+        if plan.form == CACHE:
+            return ScratchRule(1, plan.head_dim_v + 2)  # of each share: O, then a row's maximum and total
         return tiles.TABLE if plan.form == PACKED else None
 
     def pack(self, plan: Plan) -> Plan | None:
@@ -83,6 +101,8 @@ class Sm90Backend:
         """A TVM-FFI function as the contract has it, on the current stream; `options` go to cute.compile."""
         from . import compile
 
+        if plan.form == CACHE:
+            return compile.compile_cache(plan, options)
         return (compile.compile_backward if plan.direction == BACKWARD else compile.compile_forward)(plan, options)
 
 

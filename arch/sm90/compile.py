@@ -7,6 +7,7 @@ from ..common import operands
 from .backward import BackwardSm90, BoundedBackwardSm90
 from .backward_apart import ApartBackwardSm90, BoundedApartBackwardSm90
 from .backward_wide import BoundedWideBackwardSm90, WideBackwardSm90
+from .decode import compile_decode
 from .forward import (
     BoundedForwardSm90,
     DrawnForwardSm90,
@@ -38,3 +39,7 @@ def compile_backward(plan: Plan, options: str = ""):
         plain, bounded = WideBackwardSm90, BoundedWideBackwardSm90
     kernel = plain if plan.plain else bounded
     return operands.compile_backward(kernel(plan, operands.DTYPES[plan.dtype]), plan, options)
+
+
+def compile_cache(plan: Plan, options: str = ""):
+    return compile_decode(plan, operands.DTYPES[plan.dtype], options)

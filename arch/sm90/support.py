@@ -1,13 +1,14 @@
 """What the Hopper kernels can do: one sentence per limit, with the number."""
 
 from cute_flash.spec.device import Device
-from cute_flash.spec.problem import BACKWARD, DENSE, FORWARD, PACKED, Problem
+from cute_flash.spec.problem import BACKWARD, CACHE, DENSE, FORWARD, PACKED, Problem
 
 from ..common.support import refuse_call
+from .cached.tiles import TILE_N, page_fits
 
 CAPABILITY = (9, 0)
 FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
-FORMS = {FORWARD: (DENSE, PACKED), BACKWARD: (DENSE,)}
+FORMS = {FORWARD: (DENSE, PACKED, CACHE), BACKWARD: (DENSE,)}
 
 
 def native(device: Device) -> bool:
@@ -21,4 +22,17 @@ def refuse(problem: Problem) -> tuple[str, ...]:
     if not native(device):
         major, minor = device.capability
         return (f"runs on compute capability 9.0 (wgmma), this GPU has {major}.{minor}",)
-    return refuse_call(problem, FEATURES, forms=FORMS[problem.direction])
+    return refuse_call(problem, FEATURES, forms=FORMS[problem.direction]) + (
+        _refuse_cache(problem) if problem.form == CACHE else ()
+    )
+
+
+def _refuse_cache(problem: Problem) -> tuple[str, ...]:
+    """What TMA cannot read as it lies; a cache is never copied."""
+    reasons = list(problem.unaligned)
+    for name, value in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if value % 8:
+            reasons.append(f"{name}={value} of a cache is not a multiple of 8")
+    if not page_fits(problem.page_size):
+        reasons.append(f"page_size={problem.page_size} neither divides {TILE_N} nor is a multiple of it")
+    return tuple(reasons)

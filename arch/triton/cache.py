@@ -323,8 +323,6 @@ def build(plan: Plan) -> Callable[..., None]:
                 (operand(k_new), operand(v_new)), (operand(k), operand(v)), tables, table_stride, cache_rows, capacity,
                 appended, heads_kv, spec, **options,
             )  # fmt: skip
-            written = [x for x in (k, v) if not x.is_inference()]
-            torch.autograd.graph.increment_version(written)  # whoever saved a cache for its backward is told
         scale, *bounds = numbers
         rows, partial = batch * heads * seqlen_q, None
         if splits > 1:

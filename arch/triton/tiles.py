@@ -12,7 +12,7 @@ import itertools
 from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import BACKWARD, FORWARD
+from cute_flash.spec.problem import BACKWARD, FEW, FORWARD
 
 WIDTHS = (16, 32, 48, 64, 80, 96, 128, 160, 192, 256)  # each a power of two, or a sum of two
 
@@ -124,7 +124,7 @@ CACHE_KEYS = 64  # a step: as many loads in flight as hide memory's latency, and
 
 def for_cache(plan: Plan, few_rows: int) -> Plan:
     """The plan of a cache, whose rows are those of a group's heads: what moves is K and V, so products may be slow."""
-    tile = narrowed(plan.tile, few_rows, CACHE_KEYS)
+    tile = narrowed(plan.tile, max(few_rows, FEW[0]) if few_rows else 0, CACHE_KEYS)
     return replace(plan, tile=replace(tile, warps=4 if plan.dtype != "float32" else tile.warps))
 
 

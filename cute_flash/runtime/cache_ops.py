@@ -51,7 +51,7 @@ def _append_forward(q: torch.Tensor, *given: Any) -> Any:
         if request.is_empty(q, cache.k) or cache.capacity == 0:
             out, lse_out = autograd.empty_outputs(q, cache.v)
         else:
-            key = (of, q.shape[1], cache.page_size, lse)
+            key = (of, q.shape[1], cache.page_size, cache.batch_idx is None, cache.appends, lse)
             call = _calls.get(key) or ops.remember(_calls, key, CacheCall(q, cache, options))
             out, lse_out = call(q, cache, numbers, num_splits, batch_invariant)
     return out, ops.no_lse(q) if lse_out is None or not lse else lse_out

@@ -8,11 +8,12 @@ import torch
 
 from ..spec.device import Device
 from ..spec.errors import UnsupportedError
-from ..spec.problem import CACHE, FEW, Problem
-from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits
-from . import dispatch, launch, request
+from ..spec.problem import CACHE, CACHE_FEW, Problem
+from ..spec.scratch import ScratchRule
+from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
+from . import dispatch, launch, report, request
 from .dispatch import Decision
-from .request import Options
+from .request import ROW_BYTES, Options, alignment_faults
 
 Numbers = tuple[float, ...]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
@@ -33,6 +34,10 @@ class Cache(NamedTuple):
     @property
     def page_size(self) -> int:
         return 0 if self.page_table is None else self.k.shape[1]
+
+    @property
+    def appends(self) -> bool:
+        return self.k_new is not None and self.k_new.shape[1] > 0
 
     @property
     def capacity(self) -> int:
@@ -179,11 +184,28 @@ def check_splits(num_splits: Any, batch_invariant: Any) -> bool:
     return invariant
 
 
+def _faults(name: str, cache: torch.Tensor) -> tuple[str, ...]:
+    """Alignment faults of a cache, which is never copied."""
+    return tuple(fault.replace(": copied, ", ": ", 1) for fault in alignment_faults(name, cache, ROW_BYTES))
+
+
 def describe(q: torch.Tensor, cache: Cache, options: Options, device: Device | None = None) -> Problem:
     problem = request.describe(q, cache.k, cache.v, options, device)
     rows = q.shape[1] * problem.group
-    few_rows = next((few for few in FEW if rows <= few), 0)
-    return replace(problem, form=CACHE, page_size=cache.page_size, few_rows=few_rows, short=False, deterministic=False)
+    few_rows = next((few for few in CACHE_FEW if rows <= few), 0)
+    return replace(
+        problem,
+        form=CACHE,
+        page_size=cache.page_size,
+        chosen=cache.batch_idx is not None,
+        appends=cache.appends,
+        few_rows=few_rows,
+        unaligned=tuple(
+            fault for name, x in (("k_cache", cache.k), ("v_cache", cache.v)) for fault in _faults(name, x)
+        ),
+        short=False,
+        deterministic=False,
+    )
 
 
 def without_right(options: Options, seqlen_q: int) -> Options:
@@ -204,16 +226,24 @@ def decide(q: torch.Tensor, cache: Cache, options: Options, device: Device | Non
 class CacheCall:
     """One kind of call, ready."""
 
-    __slots__ = ("_allocate", "_heads_kv", "_kernel", "_rows", "_sm_count", "_tile_m", "scale")
+    __slots__ = (
+        "_aligns", "_allocate", "_heads_kv", "_kernel", "_nothing", "_options", "_rows", "_scratch", "_sharing",
+        "_tile_m", "scale",
+    )  # fmt: skip
 
     def __init__(self, q: torch.Tensor, cache: Cache, options: Options) -> None:
         problem = describe(q, cache, options)
         decision, self._kernel = launch.ready(problem, options.backend, q.device)
         site = launch.site_of(q.device, q.dtype, decision)
         self._allocate = launch.outputs_of(site, problem.head_dim_v, options.return_lse)
-        self._heads_kv, self._rows, self._sm_count = problem.heads_kv, problem.group, problem.device.sm_count
+        self._heads_kv, self._rows = problem.heads_kv, problem.group
         assert decision.plan.tile is not None  # every backend with caches has tiles
-        self._tile_m = decision.plan.tile.tile_m
+        self._tile_m, self._options = decision.plan.tile.tile_m, options
+        self._sharing = sharing_of(decision.plan, problem.device.sm_count)
+        self._aligns = decision.backend.row_alignment > 0
+        scratch = decision.backend.scratch(decision.plan)
+        self._scratch = scratch if isinstance(scratch, ScratchRule) else None
+        self._nothing = q.new_empty(0, dtype=torch.float32)
         self.scale = request.default_scale(problem.head_dim)
 
     def __call__(
@@ -225,8 +255,43 @@ class CacheCall:
             split_keys, num_splits = INVARIANT_SPLIT_KEYS, -(-capacity // INVARIANT_SPLIT_KEYS)
         elif num_splits is None:
             query_tiles = batch * self._heads_kv * -(-seqlen_q * self._rows // self._tile_m)
-            num_splits = cache_splits(query_tiles, capacity, self._sm_count)
+            num_splits = cache_splits(query_tiles, capacity, *self._sharing)
+        splits = max(1, num_splits)
         out, lse = outputs = self._allocate(q, batch, seqlen_q)
         k, v, *tables = cache
-        self._kernel(q, k, v, out, lse, *tables, max(1, num_splits), split_keys, *numbers)
+        appends = cache.appends
+        if not appends:
+            tables[-2:] = None, None  # none of new keys is None
+        operands = (q, k, v, out, lse, *tables, splits, split_keys, *numbers)
+        if self._scratch is not None:
+            memory = self._nothing
+            if splits > 1:
+                elements = splits * self._scratch.elements(batch, q.shape[2], seqlen_q)
+                memory = torch.empty(elements, dtype=torch.float32, device=q.device)
+            operands += (memory,)
+        try:
+            self._kernel(*operands)
+        except ValueError as objection:
+            mended, call = self._mended(objection, q, cache)
+            return call(*mended, numbers, num_splits, batch_invariant)
+        if appends:
+            written = [x for x in (k, v) if not x.is_inference()]
+            torch.autograd.graph.increment_version(written)  # whoever saved a cache for its backward is told
         return outputs
+
+    def _mended(
+        self, objection: ValueError, q: torch.Tensor, cache: Cache
+    ) -> tuple[tuple[torch.Tensor, Cache], "CacheCall"]:
+        """The kernel's own checks objected, and nothing was launched: small operands are copied, a cache that does not
+        lie as the kernel wants goes to a backend that takes it. If nothing is misaligned, the checks are right."""
+        named = (("q", q), ("k_new", cache.k_new), ("v_new", cache.v_new))
+        small = {name: x for name, x in named if x is not None}
+        faults = {name: alignment_faults(name, x, ROW_BYTES) for name, x in small.items()}
+        copied = {n: x.clone(memory_format=torch.contiguous_format) for n, x in small.items() if faults[n]}
+        unaligned = describe(q, cache, self._options).unaligned
+        if not self._aligns or not (unaligned or copied):
+            raise objection
+        for sentence in (*(fault for found in faults.values() for fault in found), *unaligned):
+            report.say("dispatch", sentence)
+        q = copied.pop("q", q)
+        return (q, cache._replace(**copied)), CacheCall(q, cache, self._options) if unaligned else self

@@ -38,7 +38,8 @@ split_keys       0: equal shares of what each row has. Else each share is exactl
                  that no other row changes how a row is summed; splits * split_keys holds the whole cache
 
 As with cu_seqlens, values are not read by the office, and wrong ones touch nothing outside the operands. What is not a
-key of the row is never read into it.
+key of the row is never read into it. A Plan may say which of the operands that may be None are given (`chosen`,
+`appends`): its kernel takes these and no others.
 
 A Plan that is not `plain` has a windowed mask, a softcap or both. Its kernels take three numbers after the scale, here
 and below, of which one that the Plan does not use is 0:
@@ -62,7 +63,8 @@ state_partial (splits, batch, heads_q, seqlen_q, 2) float32, scratch: a row's ma
 and a third one of the same kind for calls whose rows, of all query heads of a group together, fit one query tile (see
 `pack`); `splits` may be 1 there.
 
-A backward may want scratch (see `scratch`): its kernel takes (elements,) float32, as it comes, as the last operand.
+A backward may want scratch (see `scratch`): its kernel takes (elements,) float32, as it comes, as the last operand. So
+may a cache's, so many elements for each of its splits, and none where splits is 1.
 
 lse is None where Plan.lse is False, dlse where Plan.lse_grad is False. The office never calls a kernel with an empty
 batch, head or sequence dimension, and hands over tensors that keep the backend's `row_alignment`.

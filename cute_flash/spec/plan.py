@@ -45,6 +45,8 @@ class Plan:
     draws: bool = False  # CTAs draw query tiles from a counter, which the kernel takes last
     form: str = DENSE  # how sequences lie in the operands, see backend.py
     page_size: int = 0  # of a paged cache
+    chosen: bool = False  # cache_batch_idx is given; a backend whose kernels take None either way leaves it False
+    appends: bool = False  # k_new and v_new are given; likewise
     variant: str = ""  # names a different schedule under the same backend
 
     @property
@@ -62,6 +64,7 @@ class Plan:
         words += [f"tile {self.tile}"] if self.tile else []
         words += [self.form] if self.form != DENSE else []
         words += [f"page_size={self.page_size}"] if self.page_size else []
+        words += [name for name in ("chosen", "appends") if getattr(self, name)]
         words += ["softcap"] if self.softcap else []
         words += ["lse"] if self.lse and self.direction == "forward" else []
         words += ["drawn"] if self.draws else []

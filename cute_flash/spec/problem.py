@@ -9,7 +9,9 @@ FORWARD, BACKWARD = "forward", "backward"
 SHORT_KEYS = 1024  # up to here a call counts as short
 # How sequences lie in the operands, see backend.py.
 DENSE, PACKED, CACHE = "dense", "packed", "cache"
-FEW = (16, 32, 64)  # what the longest of packed sequences is rounded up to where it is that short, or a cache's queries
+FEW = (16, 32, 64)  # what the longest of packed sequences is rounded up to where it is that short
+
+CACHE_FEW = (8, *FEW)  # likewise the query rows of a group, over a cache
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Problem:
     few_rows: int = 0  # PACKED: no sequence has more query rows, as the caller says; one of FEW, 0 = more or not said
     few_keys: int = 0
     page_size: int = 0  # CACHE: keys of a page, 0 = the cache is not paged. few_rows counts a group's query rows there
+    chosen: bool = False  # CACHE: cache_batch_idx says which of its rows are meant
+    appends: bool = False  # CACHE: k_new and v_new are given
     unaligned: tuple[str, ...] = field(default=())  # why q, k or v is not 16-byte friendly, one sentence each
 
     @property
@@ -43,6 +47,7 @@ class Problem:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"
         extras = f" {self.form}" if self.form != DENSE else ""
         extras += f" page_size={self.page_size}" if self.page_size else ""
+        extras += "".join(f" {name}" for name in ("chosen", "appends") if getattr(self, name))
         extras += f" rows<={self.few_rows}" if self.few_rows else ""
         extras += f" keys<={self.few_keys}" if self.few_keys else ""
         extras += "".join(f" {name}" for name in sorted(self.features))

@@ -42,7 +42,15 @@ CACHE_SPLIT_KEYS = 256  # of a cache's length for each program that shares it, a
 INVARIANT_SPLIT_KEYS = 512  # of a program's share where a row's result may depend on nothing else
 
 
-def cache_splits(query_tiles: int, length: int, sm_count: int) -> int:
-    """How many programs share the keys of a query tile of a cache that holds `length`, so that two of them fill each of
-    the GPU's multiprocessors. From sizes on the host: the row's own length is on the device."""
-    return max(1, min(-(-length // CACHE_SPLIT_KEYS), 2 * sm_count // max(1, query_tiles)))
+def cache_splits(query_tiles: int, length: int, programs: int, keys: int = CACHE_SPLIT_KEYS) -> int:
+    """How many programs share the keys of a query tile of a cache that holds `length`, so that there are `programs` of
+    them and none has fewer than `keys`. From sizes on the host: the row's own length is on the device."""
+    return max(1, min(-(-length // keys), programs // max(1, query_tiles)))
+
+
+def sharing_of(plan: Plan, sm_count: int) -> tuple[int, int]:
+    """(programs, keys) for cache_splits: what a plan says that fills the GPU, and two steps; else two programs for each
+    multiprocessor."""
+    if plan.ctas and plan.tile is not None:
+        return plan.ctas, 2 * plan.tile.tile_n
+    return 2 * sm_count, CACHE_SPLIT_KEYS

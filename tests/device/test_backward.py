@@ -45,6 +45,11 @@ def test_odd_head_dims(case, backend, ratios):
     check(case, backend, ratios)
 
 
+@pytest.mark.parametrize(("case", "backend"), pairs(cases.long_cases()))
+def test_long(case, backend, ratios):
+    check(case, backend, ratios)
+
+
 @pytest.mark.parametrize(("case", "backend"), pairs(cases.float16_cases()))
 def test_float16(case, backend, ratios):
     check(case, backend, ratios)

@@ -63,7 +63,7 @@ def test_against_float64(case, backend):
     try:
         cute_flash.explain(*leaves, **options)
     except cute_flash.UnsupportedError:
-        assert backend == "sm90" and max(case.head_dim, case.head_dim_v) > 128  # what it lacks
+        assert backend == "sm90"  # it has the forward alone
         return
     out = attention_varlen(*leaves, **{**options, "return_lse": False})
     grads = torch.autograd.grad(out, leaves, inputs.dout)

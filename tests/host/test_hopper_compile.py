@@ -6,6 +6,7 @@ import re
 import pytest
 
 from cute_flash.arch.sm90.backend import BACKEND
+from cute_flash.arch.sm90.cached.tiles import BARRIERS, SMEM_OF_TWO, STATS, cache_tile, smem_bytes, width_v
 from cute_flash.arch.sm90.schedule import BUDGETS, WARPGROUP
 from cute_flash.arch.sm90.tiles import (
     SMEM_LIMIT,
@@ -17,7 +18,7 @@ from cute_flash.arch.sm90.tiles import (
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import CAUSAL, FULL, Mask
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
+from cute_flash.spec.problem import BACKWARD, CACHE, CACHE_FEW, FORWARD, Problem
 
 HOPPER = Device("cuda", 0, "imagined", (9, 0), 132)
 REGISTER_FILE = 65_536
@@ -105,17 +106,46 @@ EVERY_BACKWARD = list(
 )
 
 
-@pytest.mark.parametrize("chosen", [*COMMON, BACKEND.split(COMMON[0]), *BOUNDED, *COMMON_BACKWARD], ids=str)
+def cached(head_dims: tuple[int, int], mask: Mask = FULL, *features: str, **fields) -> Plan:
+    options = {"mask": mask, "lse": True, "features": frozenset(features), "form": CACHE, **fields}
+    return BACKEND.plan(Problem(FORWARD, HOPPER, "bfloat16", *head_dims, heads_q=8, heads_kv=2, **options))
+
+
+COMMON_CACHED = [cached((128, 128), few_rows=8), cached((128, 128), CAUSAL, page_size=16, appends=True)]
+EVERY_CACHED = [
+    cached(dims, mask, *features, page_size=page_size, chosen=page_size == 0, few_rows=few_rows)
+    for dims, (mask, features), (page_size, few_rows) in itertools.product(
+        PAIRS, ((FULL, ()), (CAUSAL, ()), (WINDOW, ("softcap",))), ((0, 8), (1, 16), (64, 32), (0, 0))
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "chosen", [*COMMON, BACKEND.split(COMMON[0]), *BOUNDED, *COMMON_BACKWARD, *COMMON_CACHED], ids=str
+)
 def test_common_plans_compile_without_spills(chosen, capfd, record_property):
     compile_and_report(BACKEND, chosen, capfd, record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "chosen", [*EVERY, *(BACKEND.split(each) for each in EVERY), *EVERY_BOUNDED, *EVERY_BACKWARD], ids=str
+    "chosen",
+    [*EVERY, *(BACKEND.split(each) for each in EVERY), *EVERY_BOUNDED, *EVERY_BACKWARD, *EVERY_CACHED],
+    ids=str,
 )
 def test_every_plan_compiles_without_spills(chosen, capfd, record_property):
     compile_and_report(BACKEND, chosen, capfd, record_property)
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_every_cache_has_a_tile_that_fits(head_dim):
+    for head_dim_v, few_rows in itertools.product((8, head_dim, 128, 256), (0, *CACHE_FEW)):
+        tile, widths = cache_tile(head_dim, head_dim_v, few_rows), (width(head_dim), width_v(head_dim_v))
+        assert tile.tile_m == few_rows or (few_rows == 0 and tile.tile_m == 64)
+        assert tile.stages > 1 and smem_bytes(tile, *widths) <= SMEM_LIMIT
+        assert 4 * 8 * tile.stages <= BARRIERS  # full and empty, of K and of V
+        assert 4 * 4 * tile.tile_m + 1024 <= STATS  # a number a warp and query row, and Q starts at a multiple of 1024
+        assert 2 * (SMEM_OF_TWO + 1024) == 228 * 1024
 
 
 def test_wide_heads_take_one_kernel_where_it_won():

@@ -8,7 +8,7 @@ import torch
 import cute_flash
 from cute_flash import UnsupportedError, attention_kvcache, kvcache
 from cute_flash.runtime import caches, request
-from cute_flash.spec.splits import CACHE_SPLIT_KEYS, INVARIANT_SPLIT_KEYS, cache_splits
+from cute_flash.spec.splits import CACHE_SPLIT_KEYS, INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
 from tests import oracle
 from tests.cached import CacheCase, cases, exact, make_inputs
 
@@ -304,7 +304,9 @@ def test_explain():
     inputs = make_inputs(CacheCase((5, 7), 2, page_size=16, dtype="bfloat16"))
     decision = cute_flash.explain(*inputs.qkv, **inputs.tables, causal=True, arch="9.0", num_splits=3)
     assert "cache page_size=16" in str(decision.problem) and "page_size=16" in str(decision.plan)
-    assert "key-value caches (attention_kvcache) are not built yet" in str(decision)
+    assert decision.plan.backend == "sm90"
+    blackwell = cute_flash.explain(*inputs.qkv, **inputs.tables, causal=True, arch="10.0")
+    assert "key-value caches (attention_kvcache) are not built yet" in str(blackwell)
     with pytest.raises(TypeError, match="a cache needs cache_seqlens="):
         cute_flash.explain(*inputs.qkv, page_table=inputs.page_table)
 
@@ -338,12 +340,20 @@ def test_warm_calls_of_any_batch_and_length_describe_nothing(monkeypatch):
 
 
 def test_split_counts():
-    """Two programs a multiprocessor, none with fewer keys than worth it, from sizes on the host alone."""
-    assert cache_splits(8, 128 * CACHE_SPLIT_KEYS, 132) == 33
-    assert cache_splits(8, 4 * CACHE_SPLIT_KEYS, 132) == 4
-    assert cache_splits(1000, 1 << 20, 132) == 1
-    assert cache_splits(8, 1, 132) == 1
+    """As many programs as fill the GPU, none with fewer keys than worth it, from sizes on the host alone."""
+    assert cache_splits(8, 128 * CACHE_SPLIT_KEYS, 264) == 33
+    assert cache_splits(8, 4 * CACHE_SPLIT_KEYS, 264) == 4
+    assert cache_splits(8, 1024, 132, 128) == 8
+    assert cache_splits(1000, 1 << 20, 264) == 1
+    assert cache_splits(8, 1, 264) == 1
     assert cache_splits(8, 1 << 20, 0) == 1
+    inputs = make_inputs(CacheCase((5, 7), dtype="bfloat16"))
+    plans = {
+        name: cute_flash.explain(*inputs.qkv, **inputs.tables, arch="9.0", backend=name).plan
+        for name in ("sm90", "triton")
+    }
+    assert sharing_of(plans["sm90"], 132) == (132, 128)
+    assert sharing_of(plans["triton"], 132) == (264, CACHE_SPLIT_KEYS)
 
 
 @pytest.mark.parametrize(

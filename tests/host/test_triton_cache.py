@@ -14,7 +14,7 @@ import torch
 from cute_flash.runtime import request
 from cute_flash.spec.problem import CACHE, FEW, FORWARD, Problem
 from tests import oracle
-from tests.cached import CacheCase, exact, lens_of, make_inputs
+from tests.cached import CacheCase, exact, lens_of, make_inputs, same, taken_out
 
 from .interpreted import check_answer, interpreter
 from .test_triton_interpreter import H200, Output, repair_interpreter
@@ -50,23 +50,6 @@ CASES = [
 
 
 # --------------------------------------------------------------------------------------------------- the server side
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.nan_to_num(nan=9.0), other.nan_to_num(nan=9.0))
-
-
-def taken_out(inputs, count: int) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """((k_new, v_new), the lengths before): each row's last keys leave the cache, NaN where they were."""
-    shape = (len(inputs.cache_seqlens), count, inputs.k.shape[2])
-    new = tuple(torch.empty(*shape, x.shape[-1], dtype=x.dtype) for x in (inputs.k, inputs.v))
-    for row, length in enumerate(inputs.cache_seqlens.tolist()):
-        for i in range(count):
-            place = inputs.place_of(row, length - count + i)
-            for x, taken in zip((inputs.k, inputs.v), new, strict=True):
-                taken[row, i] = x[place]
-                x[place] = math.nan
-    return new, inputs.cache_seqlens - count
 
 
 def measure(case: CacheCase, how: dict) -> dict[str, float]:

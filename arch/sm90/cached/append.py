@@ -1,0 +1,51 @@
+"""Before the keys are read: new ones are written behind those that each row has, 16 bytes a thread."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .shares import CacheSizes, lengths_of
+
+THREADS = 128
+VECTOR = 8  # 16-bit elements in 16 bytes
+
+
+@cute.kernel
+def append_kernel(new: tuple, caches: tuple, tables: tuple, sizes: CacheSizes, page_size: cutlass.Constexpr[int]):
+    """new, caches: (k, v); tables: (cache_seqlens, page_table, cache_batch_idx). What has no room is dropped."""
+    cute.arch.griddepcontrol_launch_dependents()
+    seqlens, page_table, batch_idx = tables
+    vectors = [x.shape[3] // VECTOR for x in new]
+    index = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+    vector, rest = index % (vectors[0] + vectors[1]), index // (vectors[0] + vectors[1])
+    head, rest = rest % sizes.heads_kv, rest // sizes.heads_kv
+    key, batch = rest % sizes.appended, rest // sizes.appended
+    if batch < sizes.batch:
+        before, _ = lengths_of(seqlens[batch], sizes)
+        position = before + key
+        if position < sizes.capacity:
+            page = batch
+            if cutlass.const_expr(page_size > 0):
+                page, position = page_table[batch, position // page_size], position % page_size
+            elif cutlass.const_expr(batch_idx is not None):
+                page = batch_idx[batch]
+            page = cutlass.min(cutlass.max(page, 0), sizes.cache_rows - 1)
+            if vector < vectors[0]:
+                _copy(new[0], caches[0], (batch, key), (page, position), (head, vector * VECTOR))
+            else:
+                _copy(new[1], caches[1], (batch, key), (page, position), (head, (vector - vectors[0]) * VECTOR))
+
+
+def _copy(new: cute.Tensor, cache: cute.Tensor, source: tuple, target: tuple, place: tuple):
+    def vector(tensor: cute.Tensor, row: tuple) -> cute.Tensor:
+        start = cute.domain_offset((*row, *place), tensor).iterator
+        return cute.make_tensor(start.align(16), cute.make_layout(VECTOR))
+
+    cute.autovec_copy(vector(new, source), vector(cache, target))
+
+
+def launch_append(new: tuple, caches: tuple, tables: tuple, sizes: CacheSizes, page_size: int, stream):
+    work = sizes.batch * sizes.appended * sizes.heads_kv * Int32((new[0].shape[3] + new[1].shape[3]) // VECTOR)
+    append_kernel(new, caches, tables, sizes, page_size).launch(
+        grid=((work + THREADS - 1) // THREADS, 1, 1), block=(THREADS, 1, 1), stream=stream
+    )

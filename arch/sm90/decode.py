@@ -1,0 +1,238 @@
+"""Few query rows over a key-value cache on Hopper, dense or paged: Flash-Decoding with the rows of a group in one tile.
+
+A CTA takes a tile of query rows and a share of the keys: a warp feeds a K/V ring by TMA, one warpgroup multiplies. Two
+CTAs share an SM where their rings fit. Where keys are shared out, a second kernel merges (cached/merge.py).
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from cute_flash.spec.plan import Plan
+
+from ..common.numeric import LOG2_E
+from .cached.append import launch_append
+from .cached.epilogue import store_lse, store_rows, store_share
+from .cached.load import Loads, Pages, box_copy, boxes_of, load_dense, load_paged, policy_of
+from .cached.memory import CacheLayouts, box_layout, cache_layouts, cache_storage
+from .cached.merge import launch_merge
+from .cached.operands import compile_cache
+from .cached.pipeline import MMA_WARPS, THREADS, open_rings
+from .cached.shares import CacheSizes, Share, Shares, columns_of, partials_of, sizes_of
+from .cached.walk import Room, Walk, WalkContext, first_key, output_view
+from .load import TmaSource
+
+
+class CacheSources(NamedTuple):
+    """What the kernel reads through TMA."""
+
+    k: TmaSource  # (length or page_size, head_dim, heads_kv, cache rows or pages)
+    v: TmaSource  # (head_dim_v, length or page_size, heads_kv, cache rows or pages)
+
+
+class DecodeSm90:
+    """One Plan's kernels. Everything read here comes from the Plan."""
+
+    def __init__(self, plan: Plan, dtype: type):
+        self.tile, self.dtype, self.softcap, self.page_size = plan.tile, dtype, plan.softcap, plan.page_size
+        self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
+        self.appends = plan.appends
+        self.boxes = boxes_of(plan.page_size, plan.tile.tile_n)
+        self.shares, self.walk = Shares(plan), Walk(plan, dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
+        k: cute.Tensor,  # (cache rows, length, heads_kv, head_dim) or (pages, page_size, heads_kv, head_dim)
+        v: cute.Tensor,
+        out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
+        lse: cute.Tensor | None,  # (batch, heads_q, seqlen_q)
+        cache_seqlens: cute.Tensor,  # (batch,) Int32
+        page_table: cute.Tensor | None,  # (batch, pages a row) Int32
+        cache_batch_idx: cute.Tensor | None,  # (batch,) Int32
+        k_new: cute.Tensor | None,  # (batch, new keys, heads_kv, head_dim)
+        v_new: cute.Tensor | None,
+        splits: Int32,
+        split_keys: Int32,
+        scale: Float32,
+        memory: cute.Tensor,  # scratch, float32; nothing where splits is 1
+        stream,
+    ):
+        tables = cache_seqlens, page_table, cache_batch_idx
+        numbers = splits, split_keys, (scale, None, None, None)
+        self.launch((q, k, v, out, lse), tables, (k_new, v_new), numbers, memory, stream)
+
+    @cute.jit
+    def launch(self, tensors: tuple, tables: tuple, new: tuple, numbers: tuple, memory: cute.Tensor, stream):
+        """`numbers`: (splits, split_keys, (scale, left, right, softcap)), the last three None in a plain Plan."""
+        q, k, v, out, lse = tensors
+        splits, split_keys, (scale, left, right, softcap) = numbers
+        layouts = cache_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
+        load, keys = cpasync.CopyBulkTensorTileG2SOp(), self.boxes.rows
+
+        def source(tensor, modes, layout, box):
+            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes))
+            return TmaSource(*cpasync.make_tiled_tma_atom(load, view, box_layout(layout, box), box))
+
+        sources = CacheSources(
+            k=source(k, [1, 3, 2, 0], layouts.k, (keys, self.width_qk)),
+            v=source(v, [3, 1, 2, 0], layouts.v, (self.width_v, keys)),
+        )
+        capacity = k.shape[1]
+        if cutlass.const_expr(self.page_size > 0):
+            capacity = self.page_size * tables[1].shape[1]
+        sizes = sizes_of(
+            q,
+            k,
+            self.tile.tile_m,
+            capacity=capacity,
+            appended=new[0].shape[1] if cutlass.const_expr(self.appends) else Int32(0),
+            splits=splits,
+            split_keys=split_keys,
+            policy=policy_of(Int64(q.shape[0]) * capacity * k.shape[2] * (2 * (k.shape[3] + v.shape[3]))),
+            left=left,
+            right=right,
+        )
+        if cutlass.const_expr(self.appends):
+            launch_append(new, (k, v), tables, sizes, self.page_size, stream)
+        scale_log2, cap_factor = scale * LOG2_E, None
+        if cutlass.const_expr(self.softcap):
+            scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
+        results, factors = (out, lse, memory), (scale_log2, cap_factor)
+        self.kernel(sources, q, tables, results, factors, sizes, layouts).launch(
+            grid=(self.shares.count(sizes), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.appends
+        )
+        if splits > 1:
+            launch_merge(partials_of(memory, sizes, self.width_v), out, lse, sizes, self.width_v, stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        sources: CacheSources,
+        q: cute.Tensor,
+        tables: tuple,
+        results: tuple,  # (out, lse, memory)
+        factors: tuple,  # (scale_log2, cap_factor)
+        sizes: CacheSizes,
+        layouts: CacheLayouts,
+    ):
+        """A merge may start at once, and waits by itself."""
+        cute.arch.griddepcontrol_launch_dependents()
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        place = self.shares.place(cute.arch.block_idx()[0], sizes)
+        length = tables[0][place.batch]  # on its way until share() looks at it
+        if warp == MMA_WARPS:
+            for source in (sources.k, sources.v):
+                cpasync.prefetch_descriptor(source.atom)
+        share = self.shares.share(place, length, sizes)
+        storage = SmemAllocator().allocate(cache_storage(layouts, self.tile, self.dtype))
+        s_q, s_p, s_k, s_v = (
+            part.get_tensor(layout.outer, swizzle=layout.inner)
+            for part, layout in zip((storage.q, storage.p, storage.k, storage.v), layouts, strict=True)
+        )
+        stats = storage.stats.get_tensor(cute.make_layout((self.tile.tile_m, MMA_WARPS)))
+        pipes = open_rings(storage, (layouts.k, layouts.v), self.tile.stages, self.dtype)
+        if cutlass.const_expr(self.appends):
+            cute.arch.griddepcontrol_wait()
+        if warp == MMA_WARPS:
+            self.load_role(pipes, sources, (s_k, s_v), tables, share, sizes)
+        else:
+            room = Room(s_q[None, None, 0], s_p[None, None, 0], stats, s_v)
+            frags = self.walk.open(s_q, s_p, s_k, s_v)
+            self.mma_role((pipes, frags, room), q, results, factors, share, sizes, thread)
+
+    @cute.jit
+    def load_role(
+        self, pipes: tuple, sources: CacheSources, smem: tuple, tables: tuple, share: Share, sizes: CacheSizes
+    ):
+        _, page_table, batch_idx = tables
+        keys, tiles = self.boxes.rows, (share.first, share.last)
+        loads = Loads(
+            box_copy(sources.k, smem[0], (keys, self.width_qk), share.head, True),
+            box_copy(sources.v, smem[1], (self.width_v, keys), share.head, False),
+            sizes.policy,
+        )
+        if cutlass.const_expr(self.page_size > 0):
+            pages = Pages(page_table[share.batch, None], sizes.cache_rows)
+            load_paged(pipes, loads, tiles, pages, self.boxes, self.tile.stages)
+        else:
+            row = share.batch
+            if cutlass.const_expr(batch_idx is not None):
+                row = cutlass.min(cutlass.max(batch_idx[share.batch], 0), sizes.cache_rows - 1)
+            load_dense(pipes, loads, tiles, row, self.tile.stages)
+
+    @cute.jit
+    def mma_role(
+        self,
+        opened: tuple,  # (pipes, frags, room)
+        q: cute.Tensor,
+        results: tuple,
+        factors: tuple,
+        share: Share,
+        sizes: CacheSizes,
+        thread: Int32,
+    ):
+        out, lse, memory = results
+        pipes, frags, room = opened
+        columns, state = columns_of(share, sizes, thread, self.tile.tile_m), self.walk.state()
+        self.walk.read_q(q, room.q, share, sizes, thread)
+        context = WalkContext(
+            pipes=pipes,
+            frags=frags,
+            room=room,
+            state=state,
+            scale_log2=factors[0],
+            cap_factor=factors[1],
+            thread=thread,
+            limits=self.walk.limits(share, columns, sizes),
+        )
+        self.walk.run(context, share)
+        view, first, writes = output_view(frags.o), first_key(thread), Int32(thread < 4)
+        if sizes.splits == 1:
+            store_rows(view, out, share, columns, first)
+            if cutlass.const_expr(lse is not None):
+                store_lse(lse, state, share, columns, writes, factors[0])
+        else:
+            partials = partials_of(memory, sizes, self.width_v)
+            store_share(view, partials, state, share, columns, sizes, (first, writes), factors[0])
+
+
+class BoundedDecodeSm90(DecodeSm90):
+    """For Plans that are not plain: a window's bounds and a softcap arrive beside the scale."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
+        cache_seqlens: cute.Tensor,
+        page_table: cute.Tensor | None,
+        cache_batch_idx: cute.Tensor | None,
+        k_new: cute.Tensor | None,
+        v_new: cute.Tensor | None,
+        splits: Int32,
+        split_keys: Int32,
+        scale: Float32,
+        left: Int32,
+        right: Int32,
+        softcap: Float32,
+        memory: cute.Tensor,
+        stream,
+    ):
+        tables = cache_seqlens, page_table, cache_batch_idx
+        numbers = splits, split_keys, (scale, left, right, softcap)
+        self.launch((q, k, v, out, lse), tables, (k_new, v_new), numbers, memory, stream)
+
+
+def compile_decode(plan: Plan, dtype: type, options: str = ""):
+    kernel = DecodeSm90 if plan.plain else BoundedDecodeSm90
+    return compile_cache(kernel(plan, dtype), plan, options)

@@ -1,0 +1,161 @@
+"""Our Hopper kernels over key-value caches, emulated, against float64: lengths, pages, groups, splits, appends.
+
+Every run: each case under one schedule, rotating by day. scripts/test --all: each case under all of them.
+"""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+
+import cute_flash
+from cute_flash import attention_kvcache
+from cute_flash.runtime import compiler
+from cute_flash.spec import device as device_facts
+from cute_flash.spec import settings
+
+from .. import oracle
+from ..cached import CacheCase, exact, lens_of, make_inputs, same, taken_out
+from ..runner import ALLOWED_RATIO, HALF_ULP
+from .hopper import ARCH, Schedule, turn
+
+SEEDS = (Schedule("late", "random", 1), Schedule("random", "priority", 2), Schedule("late", "round_robin", 3))
+LENS = (0, 1, 63, 64, 65, 200)
+
+
+def case(lens, heads=(4, 2), dims=128, **fields) -> CacheCase:
+    dims = dims if isinstance(dims, tuple) else (dims, dims)
+    fields.setdefault("capacity", max(*lens, 100))
+    return CacheCase(lens, fields.pop("rows", 1), *heads, *dims, **{"dtype": "bfloat16", **fields})
+
+
+ALONE, SHARED, INVARIANT = {"num_splits": 1}, {"num_splits": 3}, {"batch_invariant": True}
+SLIDING = {"causal": True, "window": (70, None)}
+# Neighbours share a kernel: a process compiles each once.
+CASES = (
+    (case(LENS), ALONE),
+    (case(LENS, heads=(7, 1)), SHARED),
+    (case((5, 700), heads=(1, 1)), INVARIANT),
+    (case((300, 64), heads=(32, 1)), {}),
+    (case((130, 1)), {"num_splits": 40}),  # more shares than tiles, and than a warp has lanes
+    (case(LENS, rows=3, causal=True), ALONE),
+    (case(LENS, rows=5, causal=True, heads=(8, 2)), SHARED),
+    (case((3, 90), rows=16, causal=True, heads=(7, 1)), SHARED),  # 112 rows: two tiles; 13 tokens see no key
+    (case((33, 0, 100), chosen=True), SHARED),
+    (case((500, 40), dims=64, dtype="float16"), ALONE),  # eight tiles through a ring of seven
+    *((case(lens_of(page), page_size=page, capacity=2 * page + 9), SHARED) for page in (16, 64, 128, 256, 1)),
+    (case((65, 3000), page_size=16, heads=(2, 2)), ALONE),  # page numbers of more than a register
+    (case(lens_of(64), rows=4, causal=True, page_size=64, capacity=131), INVARIANT),
+    (case((0, 3, 50, 300), rows=4, **SLIDING), SHARED),
+    (case((3, 140, 300), rows=2, window=(40, 3), page_size=32, softcap=1.5), SHARED),
+    (case((100, 7), dims=(192, 128)), SHARED),
+    (case((130,), dims=(256, 256)), SHARED),
+    (case((66, 9), dims=(96, 40)), ALONE),
+)
+APPENDS = (
+    (case((5, 64, 100), rows=2, causal=True), 2),
+    (case((5, 66, 100), page_size=16), 5),
+    (case((3, 70), chosen=True), 3),
+)
+
+
+@contextlib.contextmanager
+def emulated(seed: Schedule, sms: int = 132):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(device_facts._SM_COUNTS, {device_facts.ARCHES[ARCH]: sms}))
+        stack.enter_context(settings.override(cache_dir=None, backend=None, strict=False))
+        yield stack.enter_context(cute_flash.emulate(ARCH, **seed.knobs))
+
+
+def attend(inputs, seed: Schedule, **options):
+    """-> ((out, lse), launches)"""
+    with emulated(seed) as emulation:
+        result = attention_kvcache(*inputs.qkv, **options, return_lse=True, backend="sm90")
+        return result, list(emulation.launches)
+
+
+def check(case: CacheCase, inputs, out, lse) -> None:
+    right, plain = exact(case, inputs), exact(case, inputs, oracle.plain_16bit)
+    limit = max(ALLOWED_RATIO * oracle.relative_error(plain.out, right.out), HALF_ULP[inputs.q.dtype])
+    assert oracle.relative_error(out, right.out) <= limit
+    assert oracle.lse_excess(lse, right.lse) <= 1
+
+
+def runs(cases):
+    """Every case under every seed; those whose turn it is not are slow."""
+    for index, each in enumerate(cases):
+        for number, seed in enumerate(SEEDS):
+            due = (index + turn()) % len(SEEDS) == number
+            name = f"{each[0]}-{each[1]}-{seed}"
+            yield pytest.param(*each, seed, id=name, marks=[] if due else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("case", "how", "seed"), runs(CASES))
+def test_right_under_every_seed(case, how, seed, poisoned_empty):
+    inputs = make_inputs(case)
+    result, launches = attend(inputs, seed, **case.options, **inputs.tables, **how)
+    check(case, inputs, *result)
+    if "num_splits" in how:
+        assert len(launches) == (2 if how["num_splits"] > 1 else 1)
+
+
+@pytest.mark.parametrize(("case", "new", "seed"), runs(APPENDS))
+def test_new_keys_are_written_and_seen(case, new, seed, poisoned_empty):
+    whole, part = make_inputs(case), make_inputs(case)
+    (k_new, v_new), before = taken_out(part, new)
+    tables = {**part.tables, "cache_seqlens": before}
+    result, _ = attend(part, seed, **case.options, **tables, k_new=k_new, v_new=v_new, num_splits=2)
+    assert same(part.k, whole.k) and same(part.v, whole.v)
+    check(case, whole, *result)
+
+
+def test_what_there_is_no_room_for_is_dropped():
+    """70 keys fit: of three new ones after 69 the first is written."""
+    inputs = make_inputs(case((69, 70), heads=(2, 2), capacity=70))
+    k, v = inputs.k.clone(), inputs.v.clone()
+    k_new, v_new = (torch.randn(2, 3, 2, 128).bfloat16() for _ in range(2))
+    attend(inputs, SEEDS[0], **inputs.tables, k_new=k_new, v_new=v_new)
+    k[0, 69], v[0, 69] = k_new[0, 0], v_new[0, 0]
+    assert torch.equal(inputs.k, k) and torch.equal(inputs.v, v)
+
+
+def test_a_row_depends_on_itself_alone(poisoned_empty):
+    """Bit for bit, whatever stands beside it and however long the cache is."""
+    each = case((600, 3, 1100), page_size=64, capacity=1280)
+    inputs = make_inputs(each)
+    (out, lse), _ = attend(inputs, SEEDS[0], **inputs.tables, batch_invariant=True)
+    tables = {"cache_seqlens": inputs.cache_seqlens[:1], "page_table": inputs.page_table[:1, :10].contiguous()}
+    with emulated(SEEDS[1]):
+        alone = attention_kvcache(
+            inputs.q[:1], inputs.k, inputs.v, **tables, batch_invariant=True, return_lse=True, backend="sm90"
+        )
+    assert torch.equal(alone[0], out[:1]) and torch.equal(alone[1], lse[:1])
+
+
+def test_wild_lengths_and_pages_touch_nothing_outside():
+    each = case((70, 0, 30), rows=2, page_size=16, capacity=128, causal=True)
+    inputs = make_inputs(each)
+    for lens, pages in (((-300, 5000, 2**31 - 1), 5000), ((200, -(2**31), 77), -5000)):
+        wild = {"cache_seqlens": torch.tensor(lens, dtype=torch.int32), "page_table": inputs.page_table + pages}
+        attend(inputs, SEEDS[0], **wild, causal=True)
+
+
+def test_other_sizes_splits_and_lengths_are_the_same_kernel():
+    inputs = make_inputs(case((70, 30)))
+    attend(inputs, SEEDS[0], **inputs.tables)
+    before = compiler.stats.compiles
+    more = make_inputs(case((170, 300, 2), heads=(6, 3)))
+    attend(more, SEEDS[0], **more.tables, num_splits=4)
+    assert compiler.stats.compiles == before
+
+
+def test_a_misaligned_query_is_copied_and_a_misaligned_cache_refused():
+    inputs = make_inputs(case((70, 30)))
+    (out, _), _ = attend(inputs, SEEDS[0], **inputs.tables)
+    shifted = torch.empty(inputs.q.numel() + 1, dtype=inputs.q.dtype)[1:].view(inputs.q.shape).copy_(inputs.q)
+    with emulated(SEEDS[0]):
+        assert torch.equal(attention_kvcache(shifted, inputs.k, inputs.v, **inputs.tables, backend="sm90"), out)
+        k = torch.empty(inputs.k.numel() + 1, dtype=inputs.k.dtype)[1:].view(inputs.k.shape).copy_(inputs.k)
+        with pytest.raises(cute_flash.UnsupportedError, match="k_cache: it starts 2 bytes past a multiple of 16"):
+            attention_kvcache(inputs.q, k, inputs.v, **inputs.tables, backend="sm90")
