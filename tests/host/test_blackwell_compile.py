@@ -3,7 +3,7 @@
 Every pair of widths under every mask, with and without a softcap; architecture, dtype, LSE or its gradient, and
 `deterministic` go around, so that not every combination of these is met.
 
-Every run: two plans and a twentieth of all, rotating by day. scripts/test --all: all.
+Every run: two plans of each direction and a twentieth of all, rotating by day. scripts/test --all: all.
 """
 
 import csv
