@@ -79,14 +79,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--emulator-csv", type=Path, default=None, help="keep the emulated runs: a row each")
+    parser.addoption("--gradients-csv", type=Path, default=None, help="keep the emulated backwards: a row each")
+    parser.addoption("--ratios-csv", type=Path, default=None, help="keep the errors of gradients beside Hopper's")
     parser.addoption("--plans-csv", type=Path, default=None, help="keep the compiled plans: registers and spills")
 
 
+GRADIENT_COLUMNS = ("shape", "mode", "scheduler", "seed", "dq_error", "dk_error", "dv_error", "seconds")
+RATIO_COLUMNS = ("shape", *(f"{name}_{of}" for of in ("blackwell", "hopper", "ratio") for name in ("dq", "dk", "dv")))
 _TREE = pytest.StashKey[tuple[str, str]]()  # day and commit when the run starts: a long one must not see later edits
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--emulator-csv") or config.getoption("--plans-csv"):
+    if any(config.getoption(f"--{name}-csv") for name in ("emulator", "gradients", "ratios", "plans")):
         from perf import machine
 
         config.stash[_TREE] = (machine.now()[:10], machine.commit_here())
@@ -97,6 +101,13 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     _print_ratios(terminalreporter, reports)
     if path := config.getoption("--emulator-csv"):
         _keep_emulated(path, config.stash[_TREE], reports)
+    for option, name, columns in (
+        ("--gradients-csv", "emulated_gradients", GRADIENT_COLUMNS),
+        ("--ratios-csv", "gradient_ratios", RATIO_COLUMNS),
+    ):
+        if path := config.getoption(option):
+            rows = [(*config.stash[_TREE], *row) for row in sorted(_properties(reports, name))]
+            _write(path, ("date", "commit", *columns), rows)
     if path := config.getoption("--plans-csv"):
         rows = [(*config.stash[_TREE], *row) for row in sorted(_properties(reports, "compiled"))]
         _write(path, ("date", "commit", "plan", "registers", "spill_bytes"), rows)

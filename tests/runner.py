@@ -28,12 +28,10 @@ class Runner:
     # ------------------------------------------------------------------------------------------------ calls
 
     def __call__(self, q, k, v, **options):
-        """attention(); a backend that has no backward of its own is not forced on calls that need gradients."""
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        backend = None if differentiated and self.backend == "sm90" else self.backend
+        """attention()."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cute_flash.FallbackWarning)
-            return cute_flash.attention(q, k, v, backend=backend, **options)
+            return cute_flash.attention(q, k, v, backend=self.backend, **options)
 
     def gradients(self, q, k, v, dout, dlse=None, **options):
         """(out, lse), (dq, dk, dv) for leaves with the strides of q, k and v."""

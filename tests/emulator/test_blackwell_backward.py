@@ -4,7 +4,10 @@ Every run: a sixth of the cells, late, under one of three seeds, rotating by day
 seed, and in the other modes too.
 """
 
+import csv
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,7 @@ from ..cases import Case, make_inputs
 from ..runner import ALLOWED_RATIO
 from .gradients import (
     EVERY_DAY,
+    NAMES,
     SCHEDULES,
     Cell,
     cell,
@@ -27,6 +31,7 @@ from .gradients import (
 from .hopper import Schedule, turn
 
 ARCH = "sm_100a"
+RESULTS = Path(__file__).resolve().parents[2] / "perf" / "results"
 
 # Tiles of 128 keys, and of 128 queries up to head dim 128: dQ has columns of its own up to (64, 128), else it lies over
 # dP^T; dO has two slots but for (128, 128) and (128, 96). At 128 pairs of CTAs where key tiles are even or many: see
@@ -90,6 +95,7 @@ def schedules():
 
 def test_at_least_twenty_four_shapes():
     assert len(set(CELLS)) == len(CELLS) >= 24
+    assert len(set(RATIOS)) == len(RATIOS) >= 24
 
 
 @pytest.mark.parametrize("keys, paired", [(128, False), (129, True), (300, False), (513, True)])
@@ -103,8 +109,29 @@ def test_pairs_where_both_ctas_mostly_have_keys(keys, paired):
 
 
 @pytest.mark.parametrize("each, schedule", schedules())
-def test_right_under_every_schedule(each: Cell, schedule: Schedule):
-    check(each, schedule, ARCH)
+def test_right_under_every_schedule(each: Cell, schedule: Schedule, record_property):
+    start = time.process_time()
+    errors = check(each, schedule, ARCH)
+    seconds = time.process_time() - start  # compiling included, where this run was the first of its plan
+    named = str(each), schedule.mode, schedule.scheduler, schedule.seed
+    record_property("emulated_gradients", (*named, *(f"{x:.3e}" for x in errors), f"{seconds:.2f}"))
+
+
+def recorded(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_table_in_the_tree_holds_every_run():
+    """Recorded by scripts/test --all tests/emulator/test_blackwell_backward.py --gradients-csv FILE, which keeps more
+    modes; these are of every day's schedules."""
+    rows = recorded("emulator_blackwell_backward.csv")
+    runs = {(row["shape"], row["mode"], row["scheduler"], int(row["seed"])) for row in rows}
+    every = ((each, s) for each in CELLS for s in (SOON if each.deterministic else EVERY_DAY))
+    assert runs >= {(str(each), s.mode, s.scheduler, s.seed) for each, s in every}
+    assert len({row["commit"] for row in rows}) == 1
+    peaked = str(cell(128, (130, 300), values="falling"))  # its dQ nearly cancels: judged by its yardstick alone
+    assert all(float(row[f"{name}_error"]) < 4e-3 for row in rows if row["shape"] != peaked for name in NAMES)
 
 
 @pytest.mark.slow  # warps that wait for their turn poll memory
@@ -115,9 +142,9 @@ def test_deterministic_gradients_are_the_same_under_every_schedule(dims):
     check_same_bits(each, SOON, ARCH)
 
 
-def shape(dims, causal: bool, **fields) -> Cell:
-    """2**15 elements of each gradient and more: two equally good kernels differ by under 5%."""
-    return cell(dims, (257, 300), heads=(2, 1), causal=causal, **fields)
+def shape(dims, causal: bool = False, lengths=(257, 300), heads=(2, 1), **fields) -> Cell:
+    """2**15 elements of dQ and more, half as many of dK and dV: two equally good kernels differ by under 5%."""
+    return cell(dims, lengths, heads=heads, causal=causal, **fields)
 
 
 RATIOS = (
@@ -133,18 +160,43 @@ RATIOS = (
     shape(256, True),
     shape(64, False, window=(70, 30)),
     shape(128, True, softcap=20.0),
+    shape(64, True, (300, 257)),
+    shape(64, True, (129, 513), (4, 1)),
+    shape(64, True, (256, 255), (2, 2)),
+    shape(64, False, (130, 400), (4, 2), dtype="float16"),
+    shape(128, False, (256, 256)),  # a pair of CTAs, as where tiles of 128 keys are even or six and more
+    shape(128, False, (129, 257), (2, 2)),
+    shape(128, False, (130, 512)),
+    shape(128, True, (300, 130)),
+    shape(128, True, (257, 385)),
+    shape((192, 128), True, (130, 300), (3, 1)),
+    shape(256, True, (128, 200)),
+    shape(256, False, (65, 320)),
 )
 
 
 def ratios():
+    """Every run: one of the first two."""
     for index, each in enumerate(RATIOS):
         yield pytest.param(each, id=str(each), marks=[] if index == turn() % 2 else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize("each", ratios())
-def test_error_is_at_most_the_hopper_kernels(each: Cell):
+def test_error_is_at_most_the_hopper_kernels(each: Cell, record_property):
     ours, theirs = (check(each, EVERY_DAY[0], arch) for arch in (ARCH, "sm_90a"))
-    assert all(error <= ALLOWED_RATIO * other for error, other in zip(ours, theirs, strict=True)), (ours, theirs)
+    shares = [error / other for error, other in zip(ours, theirs, strict=True)]
+    errors = [f"{x:.3e}" for x in (*ours, *theirs)]
+    record_property("gradient_ratios", (str(each), *errors, *(f"{x:.3f}" for x in shares)))
+    assert all(share <= ALLOWED_RATIO for share in shares), (ours, theirs)
+
+
+def test_the_recorded_errors_are_at_most_the_hopper_kernels():
+    """Recorded by scripts/test --all tests/emulator/test_blackwell_backward.py --ratios-csv FILE."""
+    rows = recorded("blackwell_backward_ratios.csv")
+    assert {row["shape"] for row in rows} == {str(each) for each in RATIOS}
+    for row in rows:
+        for name in NAMES:
+            assert float(row[f"{name}_blackwell"]) <= ALLOWED_RATIO * float(row[f"{name}_hopper"]), (row["shape"], name)
 
 
 def test_training_through_the_front_door_gives_the_hopper_gradients():

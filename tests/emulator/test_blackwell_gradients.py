@@ -4,6 +4,7 @@ Every run: one of each kind, rotating by day. scripts/test --all: all.
 """
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -77,3 +78,16 @@ def test_vanishing_gradients(values, poisoned_empty):
     exact = oracle.backward(*inputs.qkv, inputs.dout, causal=True)
     assert dq.isfinite().all() and dk.isfinite().all()
     assert oracle.relative_error(dv, exact.dv) <= 2 * HALF_ULP[torch.bfloat16]  # P rounded, dV rounded
+
+
+@pytest.mark.parametrize("hard", in_turn((math.nan, math.inf)))
+def test_a_key_that_is_no_number_shows_in_every_gradient_that_depends_on_it(hard, poisoned_empty):
+    """One of batch 0's, in the second tile: probabilities of all its rows are NaN, of every key. Batch 1 has none."""
+    inputs = make_inputs(Case(2, 140, 257, 2, 1, 64, 64))
+    inputs.q.abs_()
+    inputs.k[0, 130] = hard
+    with blackwell() as run:
+        (out, lse), grads = run.gradients(*inputs.qkv, inputs.dout)
+    assert all(value[0].isnan().all() for value in (out, lse, *grads))
+    for value, right in zip(grads, oracle.backward(*inputs.qkv, inputs.dout), strict=True):
+        assert oracle.relative_error(value[1], right[1]) < 4e-3

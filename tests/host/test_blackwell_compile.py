@@ -1,9 +1,14 @@
-"""Every Blackwell Plan compiles for sm_100a and sm_103a with no GPU; spills are failures.
+"""Blackwell Plans compile for sm_100a and sm_103a with no GPU; spills are failures.
 
-Every run: two plans and a twentieth of all, rotating by day. scripts/test --all: all.
+Every pair of widths under every mask, with and without a softcap; architecture, dtype, LSE or its gradient, and
+`deterministic` go around, so that not every combination of these is met.
+
+Every run: two plans of each direction and a twentieth of all, rotating by day. scripts/test --all: all.
 """
 
+import csv
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +25,7 @@ from cute_flash.spec.problem import BACKWARD, FORWARD, Problem
 from ..emulator.hopper import turn
 from .test_hopper_compile import REGISTER_FILE, compile_and_report
 
+RESULTS = Path(__file__).resolve().parents[2] / "perf" / "results"
 PAIRS = [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (64, 128), (192, 192), (256, 256), (64, 256), (256, 64)]
 WINDOWS = (Mask(left=True), Mask(right=True), Mask(left=True, right=True), Mask(left=True, right=True, causal=True))
 VARIANTS = tuple(itertools.product(ARCHES, ("bfloat16", "float16"), (False, True)))  # capability, dtype, LSE
@@ -86,6 +92,17 @@ def test_every_plan_compiles_without_spills(chosen, capfd, record_property):
 def test_plans_are_told_apart():
     every = [*EVERY, *EVERY_BACKWARD]
     assert len({each.key() for each in every}) == len(every)
+
+
+@pytest.mark.parametrize(
+    "name, every", [("blackwell_plans.csv", EVERY), ("blackwell_backward_plans.csv", EVERY_BACKWARD)]
+)
+def test_the_table_in_the_tree_holds_every_plan(name, every):
+    """Recorded by scripts/test --all tests/host/test_blackwell_compile.py -k every_plan --plans-csv FILE."""
+    with (RESULTS / name).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(row["plan"] for row in rows) == sorted(map(str, every))
+    assert all(int(row["spill_bytes"]) == 0 for row in rows)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257))

@@ -93,7 +93,7 @@ def test_every_field_of_the_plan_is_a_key():
         "backend": "sm100", "direction": "backward", "arch": "sm_100a", "dtype": "float16", "head_dim": 128,
         "head_dim_v": 128, "mask": CAUSAL, "lse": True, "lse_grad": True, "deterministic": True, "ieee_float32": False,
         "tile": Tile(64, 64), "variant": "another", "ctas": 132, "softcap": True,
-        "draws": True, "form": "packed", "page_size": 64,
+        "draws": True, "form": "packed", "page_size": 64, "chosen": True, "appends": True,
     }  # fmt: skip
     assert set(changes) == set(Plan.__dataclass_fields__)
     keys = {diskcache.key_of(replace(PLAN, **{name: value}).key(), ()) for name, value in changes.items()}
@@ -124,7 +124,7 @@ def test_the_source_hash_reads_kernels_common_and_spec(monkeypatch):
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or b"")
     toolchain.source_hash.__wrapped__("sm90")
     folders = {path.parent.name for path in read}
-    assert folders == {"sm90", "grad", "common", "spec"} and len(read) > 20
+    assert folders == {"sm90", "grad", "cached", "common", "spec"} and len(read) > 20
 
 
 # ------------------------------------------------------------------------------------------------- through the door

@@ -29,6 +29,16 @@ def test_numbers(case):
     check(case, inputs, attention_kvcache(*inputs.qkv, **inputs.tables, **case.options, return_lse=True))
 
 
+def test_a_backward_that_saved_the_cache_is_told_of_an_append():
+    q, new = torch.randn(1, 1, 2, 16), torch.randn(1, 1, 2, 16)
+    k, v = (torch.randn(1, 8, 2, 16) for _ in range(2))
+    weight = torch.randn(1, 8, 2, 16, requires_grad=True)
+    before = (weight * k).sum()
+    attention_kvcache(q, k, v, cache_seqlens=torch.tensor([3], dtype=torch.int32), k_new=new, v_new=new)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.backward()
+
+
 @pytest.mark.parametrize("head_dims", [(24, 40), (128, 64)])
 def test_float32_and_other_widths(head_dims):
     case = CacheCase((3, 40), 2, 6, 2, *head_dims, dtype="float32", page_size=16)
