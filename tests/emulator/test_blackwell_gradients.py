@@ -21,7 +21,7 @@ from .hopper import turn
 ARCH = "sm_100a"
 # Those that ask for a gradient and are not about packs alone; 36 needs a GPU's memory.
 NUMBERS = (4, 5, 10, 11, 15, 16, 19, 20, 23, 26, 32, 33, 34, 40, 43, 51, 60)
-SOON = (4, 5, 10, 23, 43)  # under ten seconds each
+SOON = (4, 5, 10, 23, 43)  # 4 to 16 s of a core each
 PEAKED = ("rising", "falling", "outliers", "large")
 VANISHING = ("very_negative", "constant", "tiny", "huge_score")
 
