@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_flash
 
-from . import check, serving
+from . import baselines, check, serving
 from .serving import Entrant, Question, Run
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
@@ -93,12 +93,12 @@ class Operands:
             "ours-triton": functools.partial(self.ours, backend="triton"),
             **{f"ours-splits{n}": functools.partial(self.ours, num_splits=n) for n in self.splits},
         }
-        versions = serving.rival_versions()
+        versions = {name: baselines.CONTESTANTS[name].version() for name in ("cudnn", "fa2", "fa3", "flex")}
         rivals: dict[str, tuple[Callable[[], Run], str]] = {
             "cudnn": (functools.partial(self.sdpa, SDPBackend.CUDNN_ATTENTION), versions["cudnn"]),
-            "fa2": (functools.partial(self.sdpa, SDPBackend.FLASH_ATTENTION), versions["torch"]),
+            "fa2": (functools.partial(self.sdpa, SDPBackend.FLASH_ATTENTION), versions["fa2"]),
             **{f"fa3-{n}-splits": (functools.partial(self.fa3, n), versions["fa3"]) for n in FA3_SPLITS},
-            "flex": (self.flex, versions["torch"]),
+            "flex": (self.flex, versions["flex"]),
         }
         return {name: Entrant(make, "", ours=True) for name, make in own.items()} | {
             name: Entrant(*rival) for name, rival in rivals.items()

@@ -55,6 +55,22 @@ class Inputs:
         return check.reference(self.q, self.k, self.v, check.Band(point.causal, point.left), point.scale, self.dout)
 
 
+def capture(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Of a call that keeps what it returns. Warm up and capture are on one side stream: autograd runs a backward on its
+    forward's stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_CALLS):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    torch.cuda.synchronize()
+    return graph
+
+
 class Runner:
     """A prepared contestant: `run()` repeats the timed work, `results()` reads what it wrote."""
 
@@ -70,7 +86,8 @@ class Runner:
         self._graph: torch.cuda.CUDAGraph | None = None
         self.plan = contestant.plan(attend, (self._leaves[0], self._leaves[1], self._leaves[2]))
         if inputs.q.device.type == "cuda":
-            self._capture()
+            with contestant.context():
+                self._graph = capture(self._call)
         else:
             self._call()
 
@@ -82,21 +99,6 @@ class Runner:
         if self._out is None:
             self._out = self._attend(*self._leaves)
         self._written = torch.autograd.grad(self._out, self._leaves, self._dout, retain_graph=True)
-
-    def _capture(self) -> None:
-        """Warm up and capture on one side stream: autograd runs a backward on its forward's stream."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with self.contestant.context():
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_CALLS):
-                    self._call()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                self._call()
-        self._graph = graph
-        torch.cuda.synchronize()
 
     def run(self) -> None:
         if self._graph is not None:

@@ -17,8 +17,8 @@ import torch
 
 from . import check, records
 from .bench import reason
-from .machine import Meter, commit_here, facts, now, version_of
-from .series import interleave, quantile
+from .machine import Meter, commit_here, facts, now
+from .series import capture, interleave, quantile
 
 Run = Callable[[], tuple[torch.Tensor, ...]]  # an output, or three gradients
 DEVICE = torch.device("cuda")
@@ -127,20 +127,15 @@ def _asked(
 
 
 class _Captured:
-    """A contestant as a CUDA graph, captured on a side stream after three calls there."""
+    """A contestant as a CUDA graph."""
 
     def __init__(self, run: Run) -> None:
         self.run = run  # what a graph reads must outlive it: the capture of another returns freed memory to the GPU
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                run()
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=side):
-            self.results = run()
-        torch.cuda.synchronize()
+        self.results: tuple[torch.Tensor, ...] = ()
+        self.graph = capture(self._call)
+
+    def _call(self) -> None:
+        self.results = self.run()
 
     def checked(self, exact: tuple[torch.Tensor, ...]) -> tuple[float, str]:
         """Poison the outputs, replay, judge every element."""
@@ -152,13 +147,3 @@ class _Captured:
             if len(exact) == 1:
                 return check.verdict(found[0], (), check.Reference(exact[0], exact[0]))
             return check.verdict(found[0], found, check.Reference(exact[0], exact[0], exact))
-
-
-def rival_versions() -> dict[str, str]:
-    """Versions by contestant, "" for what is not installed."""
-    return {
-        "fa3": version_of("fa3-fwd"),
-        "fa4": version_of("flash-attn-4"),
-        "torch": torch.__version__,
-        "cudnn": str(torch.backends.cudnn.version() or ""),
-    }

@@ -15,8 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cute_flash
 
-from . import serving
-from .machine import version_of
+from . import baselines, serving
 from .serving import Entrant, Question, Run
 
 HEADS, DIM, TOKENS = 16, 128, 262144
@@ -122,12 +121,13 @@ class Operands:
             "ours-no-hint": functools.partial(self.ours, hints=False),
             "ours-triton": functools.partial(self.ours, backend="triton"),
         }
+        version = {name: baselines.CONTESTANTS[name].version() for name in ("fa3", "fa4")}
         rivals = {
-            "fa4": Entrant(functools.partial(self.flash, "flash_attn.cute.interface"), version_of("flash-attn-4")),
+            "fa4": Entrant(functools.partial(self.flash, "flash_attn.cute.interface"), version["fa4"]),
             "torch": Entrant(self.torch, torch.__version__),
         }
         if not self.backward:  # the wheel is forward only
-            rivals["fa3"] = Entrant(functools.partial(self.flash, "fa3_fwd_interface"), version_of("fa3-fwd"))
+            rivals["fa3"] = Entrant(functools.partial(self.flash, "fa3_fwd_interface"), version["fa3"])
         return {name: Entrant(make, "", ours=True) for name, make in own.items()} | rivals
 
 

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipelines
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
@@ -48,6 +48,7 @@ from .grad.weights import (
     exponentials,
     probabilities,
     score_gradients,
+    store_packed,
     weights_and_gradients,
 )
 from .pipeline import wait_full
@@ -371,12 +372,10 @@ class BackwardSm90(PlainEntry):
         pipes.q.consumer_release(q_state)
 
     def store_ds(self, acc: Accumulators, s_ds: cute.Tensor, thread: Int32):
-        """This warpgroup's keys of dS^T, by stmatrix. s_ds: (tile_m, tile_n)."""
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(self.mmas.dq_transposed, 4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, self.mmas.scores()).get_slice(thread)
+        """This warpgroup's keys of dS^T. s_ds: (tile_m, tile_n)."""
         by_keys = cute.make_tensor(s_ds.iterator, cute.select(s_ds.layout, mode=[1, 0]))
-        rounded = cute.make_tensor(cute.recast_ptr(acc.ds_packed.iterator, dtype=self.dtype), acc.s.layout)
-        cute.copy(atom, copy.retile(rounded), copy.partition_D(by_keys))
+        shape, transposed = (self.tile.tile_n, self.tile.tile_m), self.mmas.dq_transposed
+        store_packed(acc.ds_packed, by_keys, self.mmas.scores(), shape, thread, transposed)
 
 
 class BoundedBackwardSm90(BoundedEntry, BackwardSm90):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from cute_flash.spec.plan import Tile
 
@@ -32,7 +32,7 @@ from .grad.transposed_mma import (
     make_transposed_operands,
     pieces,
 )
-from .grad.weights import gradients_by_rows, row_values, weights_by_rows
+from .grad.weights import gradients_by_rows, row_values, store_packed, weights_by_rows
 from .mask import mask_scores, mask_window
 from .pipeline import wait_full
 from .schedule import WARPGROUP
@@ -155,14 +155,10 @@ class WideBackwardSm90(BackwardSm90):
         issue_blocks(self.mmas, found, ops.q_blocks[None, None, None, None, slot], weights)
 
     def store_weights(self, packed: cute.Tensor, smem: cute.Tensor, thread: Int32):
-        """This warpgroup's keys of P or dS, transposed by stmatrix. smem: (tile_n, tile_m, 1)."""
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype)
-        mma = self.mmas.scores()
-        copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
-        shape = mma.get_slice(0).partition_shape_C((self.tile.tile_m, self.tile.tile_n))
-        rounded = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.dtype), cute.make_layout(shape))
+        """This warpgroup's keys of P or dS, transposed. smem: (tile_n, tile_m, 1)."""
         by_rows = cute.make_tensor(smem.iterator, cute.select(smem.layout, mode=[1, 0]))
-        cute.copy(atom, copy.retile(rounded), copy.partition_D(by_rows))
+        shape = (self.tile.tile_m, self.tile.tile_n)
+        store_packed(packed, by_rows, self.mmas.scores(), shape, thread, True)
 
 
 class BoundedWideBackwardSm90(BoundedEntry, WideBackwardSm90):

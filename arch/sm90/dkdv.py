@@ -9,7 +9,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from .backward import BackwardSm90, MmaContext
 from .epilogue import store_direct
@@ -17,7 +17,7 @@ from .grad.mask import mask_transposed
 from .grad.memory import wide_layouts
 from .grad.mma import issue
 from .grad.pipeline import DS_STORED
-from .grad.weights import capped_probabilities, probabilities, score_gradients
+from .grad.weights import capped_probabilities, probabilities, score_gradients, store_packed
 from .grad.wide_mma import WideMmas, make_wide_accumulators, make_wide_operands
 from .pipeline import wait_full
 from .schedule import WARPGROUP
@@ -109,10 +109,5 @@ class KeyGradientsSm90(BackwardSm90):
         cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
 
     def store_weights(self, packed: cute.Tensor, smem: cute.Tensor, thread: Int32):
-        """This warpgroup's queries of P^T or dS^T, by stmatrix. smem: (tile_n, tile_m)."""
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        mma = self.mmas.scores()
-        copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
-        shape = mma.get_slice(0).partition_shape_C((self.tile.tile_n, self.tile.tile_m))
-        rounded = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=self.dtype), cute.make_layout(shape))
-        cute.copy(atom, copy.retile(rounded), copy.partition_D(smem))
+        """This warpgroup's queries of P^T or dS^T. smem: (tile_n, tile_m)."""
+        store_packed(packed, smem, self.mmas.scores(), (self.tile.tile_n, self.tile.tile_m), thread, False)

@@ -166,7 +166,8 @@ def packed_tile(problem: Problem, softcap: bool) -> Tile:
 
 
 def drawn_together(tile: Tile) -> int:
-    """Units that a CTA draws at once: where one is over in 2 microseconds, as long as a draw and a search take."""
+    """Units that a CTA draws at once. Four where one is about as short as a draw and a search; not measured yet, see
+    perf/NOTES.md, "Packed sequences on Hopper"."""
     return 4 if tile.tile_m == 64 else 1
 
 

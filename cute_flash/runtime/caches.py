@@ -267,7 +267,7 @@ class CacheCall:
             memory = self._nothing
             if splits > 1:
                 elements = splits * self._scratch.elements(batch, q.shape[2], seqlen_q)
-                memory = torch.empty(elements, dtype=torch.float32, device=q.device)
+                memory = memory.new_empty(elements)
             operands += (memory,)
         try:
             self._kernel(*operands)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp
 
 from ...common.delta import value_place, values_together
 from ...common.numeric import capped_weights, exp2, pack_fragment, pack_pair
@@ -149,3 +150,16 @@ def gradients_by_rows(
         for c in cutlass.range_constexpr(cute.size(view, mode=[1])):
             view[r, c] = view[r, c] * (gradients[r, c] - delta[r])
     pack_fragment(weights, packed, dtype)
+
+
+def store_packed(
+    packed: cute.Tensor, smem: cute.Tensor, mma: cute.TiledMma, shape: tuple[int, int], thread: Int32, transposed: bool
+):
+    """A packed fragment of the MMA's results of that shape into shared memory, by stmatrix. smem: that shape; its rows
+    lie together where it is `transposed`."""
+    dtype = smem.element_type
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed, 4), dtype)
+    copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+    layout = cute.make_layout(mma.get_slice(0).partition_shape_C(shape))
+    rounded = cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=dtype), layout)
+    cute.copy(atom, copy.retile(rounded), copy.partition_D(smem))
