@@ -31,7 +31,7 @@ from ..common.order import Sizes, rounds_of
 from ..common.ragged import ragged_view
 from ..common.rowstate import make_row_state
 from .epilogue import OutputRoom
-from .load import Loads, TmaSource, load_first, load_keys, load_last, prefetch, tile_copy
+from .load import Loads, TmaSource, load_first, load_keys, load_last, prefetch, prefetch_descriptors, tile_copy
 from .memory import TICKET_SLOTS, TICKET_WORDS, ForwardLayouts, forward_layouts, forward_storage
 from .mma import make_fragments
 from .pipeline import forward_states, open_forward, turn_of
@@ -144,6 +144,8 @@ class ForwardSm90(ForwardEntry):
     ):
         tile, schedule = self.tile, self.schedule
         lse, o_partial, counter, out = results
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        prefetch_descriptors(warp, tuple(sources))
         storage = SmemAllocator().allocate(forward_storage(layouts, tile.stages, self.dtype, self.walk.o_apart))
         smem = (
             storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
@@ -158,7 +160,6 @@ class ForwardSm90(ForwardEntry):
         pipes = open_forward(storage, layouts, (self.walk.q_slots, tile.stages), self.dtype, schedule)
 
         thread, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         splits = Int32(1) if cutlass.const_expr(o_partial is None) else o_partial.shape[0]
         if cutlass.const_expr(self.packed):
             splits = table
