@@ -42,6 +42,7 @@ from .tiles import forward_ctas
 from .units import Units
 from .walk import MmaContext, Walk
 
+HOLD_NS = 0  # see hold
 DRAW_LEAD = 3  # key tiles still to be loaded when the next unit is drawn
 
 
@@ -188,6 +189,15 @@ class ForwardSm90(ForwardEntry):
             self.walk.run(context, room, (lse, o_partial, out), sizes, splits)
 
     @cute.jit
+    def hold(self, last: Int32, counts: tuple, seqlen_k: Int32):
+        """Where every CTA has one unit, one with fewer key tiles gives way: memory then serves first whoever has most
+        of them still to do."""
+        units, ctas = counts
+        if units <= ctas:
+            spare = (seqlen_k + self.tile.tile_n - 1) // self.tile.tile_n - last
+            cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[spare * HOLD_NS])
+
+    @cute.jit
     def load_role(
         self,
         pipes: tuple,
@@ -215,6 +225,8 @@ class ForwardSm90(ForwardEntry):
         else:
             ticket = self.units.ticket(index, sizes, splits)
         ticket_state = publish(tickets, ticket_state, ticket)
+        if cutlass.const_expr(HOLD_NS > 0 and self.walk.mask.causal and counter is not None and not self.packed):
+            self.hold(self.units.unit(ticket, sizes, splits).tiles.last, (units, rounds.ctas), sizes.seqlen_k)
         while ticket.live != 0:
             unit = self.units.unit(ticket, sizes, splits)
             work, head_kv, tiles = unit.work, unit.work.head // group, unit.tiles
