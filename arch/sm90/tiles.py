@@ -32,7 +32,7 @@ WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every t
 FORWARD = {
     # S=16384: 537, against 493 for 192x112, 391 for 128x128
     (64, 64, "full"): Tile(192, 128, stages=2, votes=True),
-    # S=16384: 519; at S=1024 238 where 128x128 has 257
+    # S=16384: 517, against 506 for 192x96, 446 for 128x128; S=4096: 452, 452, 391 (S=1024: 268, 271, 297)
     (64, 64, "causal"): Tile(192, 128, stages=2),
     # S=16384: 604, against 530 for 128x128, 566 for 128x160, 575 for 192x96
     (96, 96, "full"): Tile(192, 112, stages=2, votes=True, late=True),
@@ -131,8 +131,9 @@ def draws(width_qk: int, width_v: int, mask: str, short: bool, softcap: bool) ->
 def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False, softcap: bool = False) -> Tile:
     """The measured row if there is one, else the widest tile_n that fits registers and shared memory.
 
-    Nothing is measured under a window or a softcap: a window takes what the widest fitting rule gives. With a softcap
-    the 160 registers of three warpgroups hold 96 keys: 128 spill 18 words, 112 under a window 9.
+    A window takes what the widest fitting rule gives; measured there is `late` at head dim 128 alone (above), and
+    nothing under a softcap, with which the 160 registers of three warpgroups hold 96 keys: 128 spill 18 words, 112
+    under a window 9.
     """
     width_qk, width_v = width(head_dim), width(head_dim_v)
     if softcap and max(width_qk, width_v) <= 64:
