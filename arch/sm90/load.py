@@ -60,15 +60,6 @@ def _fetch(pipe: pipelines.PipelineTmaAsync, state: pipelines.PipelineState, cop
 
 
 @cute.jit
-def prefetch_descriptors(warp: Int32, sources: tuple):
-    """By the load warp, while barriers are made: each one's first use would wait for memory."""
-    if warp == 0:
-        for tma in sources:
-            if cutlass.const_expr(tma is not None):
-                cpasync.prefetch_descriptor(tma.atom)
-
-
-@cute.jit
 def prefetch(copy: TileCopy):
     """A tile into L2."""
     with cute.arch.elect_one():

@@ -88,11 +88,7 @@ def draw(counter: cute.Tensor, units: Int32) -> Int32:
 
 @cute.jit
 def following_unit(rounds: Rounds, step: Int32, units: Int32, counter: cute.Tensor | None) -> Int32:
-    """Index of the CTA's unit after its `step`-th; from `units` on there is none. Where every CTA has one unit nobody
-    draws: an answer from memory takes as long as a key tile, and the load warp waits for it."""
+    """Index of the CTA's unit after its `step`-th; from `units` on there is none."""
     if cutlass.const_expr(counter is None):
         return rounds.unit(step + 1)
-    following = rounds.ctas
-    if units > rounds.ctas:
-        following += draw(counter, units)
-    return following
+    return rounds.ctas + draw(counter, units)
