@@ -149,8 +149,8 @@ def _cold(q: Any, cache: Cache, options: Options, splits: tuple[Any, Any], key: 
         return empty if options.return_lse else empty[0]
     call = _warm.get(key) if key is not None else None
     if call is None:
-        call = CacheCall(q, cache, options)
-        if key is not None:
+        call = caches.call_of(q, cache, options)
+        if key is not None and call.anywhere:
             ops.remember(_warm, key, call)
     numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
     out, lse = call(q, cache, numbers, num_splits, batch_invariant)

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..spec import settings
 from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.problem import CACHE, CACHE_FEW, Problem
 from ..spec.scratch import ScratchRule
 from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
-from . import dispatch, launch, report, request
+from . import dispatch, launch, ops, report, request
 from .dispatch import Decision
 from .request import ROW_BYTES, Options, alignment_faults
 
@@ -228,12 +229,15 @@ class CacheCall:
 
     __slots__ = (
         "_aligns", "_allocate", "_heads_kv", "_kernel", "_nothing", "_options", "_rows", "_scratch", "_sharing",
-        "_tile_m", "scale",
+        "_tile_m", "anywhere", "scale",
     )  # fmt: skip
 
-    def __init__(self, q: torch.Tensor, cache: Cache, options: Options) -> None:
-        problem = describe(q, cache, options)
+    def __init__(self, problem: Problem, q: torch.Tensor, options: Options) -> None:
         decision, self._kernel = launch.ready(problem, options.backend, q.device)
+        # is it what runs however a cache of the kind lies?
+        self.anywhere = (
+            not problem.unaligned or decision.plan == dispatch.choose(_aligned(problem), options.backend).plan
+        )
         site = launch.site_of(q.device, q.dtype, decision)
         self._allocate = launch.outputs_of(site, problem.head_dim_v, options.return_lse)
         self._heads_kv, self._rows = problem.heads_kv, problem.group
@@ -294,4 +298,21 @@ class CacheCall:
         for sentence in (*(fault for found in faults.values() for fault in found), *unaligned):
             report.say("dispatch", sentence)
         q = copied.pop("q", q)
-        return (q, cache._replace(**copied)), CacheCall(q, cache, self._options) if unaligned else self
+        return (q, cache._replace(**copied)), call_of(q, cache, self._options) if unaligned else self
+
+
+_elsewhere: dict[tuple[Any, ...], CacheCall] = {}  # of caches that do not lie as a backend wants that would run else
+
+
+def _aligned(problem: Problem) -> Problem:
+    return replace(problem, unaligned=())
+
+
+def call_of(q: torch.Tensor, cache: Cache, options: Options) -> CacheCall:
+    """The call of this kind, or, if it is not for `anywhere`, of those of the kind that lie as badly: the next one that
+    a warm key finds may lie well."""
+    problem = describe(q, cache, options)
+    if not problem.unaligned:
+        return CacheCall(problem, q, options)
+    key = (_aligned(problem), options.backend, settings.generation)
+    return _elsewhere.get(key) or ops.remember(_elsewhere, key, CacheCall(problem, q, options))
