@@ -93,7 +93,7 @@ def attention_kvcache(
                 request.ieee_float32(dtype),
             )  # fmt: skip
             call = _warm.get(key) if caches.fit(q, cache) else None
-        except (AttributeError, IndexError, TypeError, ValueError):
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):  # RuntimeError: of a nested tensor
             key = None  # the cold path says what is wrong
     if (
         call is not None
@@ -105,7 +105,11 @@ def attention_kvcache(
         and (num_splits is None or (type(num_splits) is int and num_splits > 0 and not batch_invariant))
         and (batch_invariant is False or batch_invariant is True)
     ):  # fmt: skip
-        out, lse = call(q, cache, (scale or call.scale, *bounds), num_splits, batch_invariant)
+        try:
+            out, lse = call(q, cache, (scale or call.scale, *bounds), num_splits, batch_invariant)
+        except Exception:  # of the caches only shapes were looked at
+            caches.check(q, cache)
+            raise
         return (out, lse) if return_lse else out
     checked = _check_options(options, unknown)
     return _cold(q, cache, checked, (num_splits, batch_invariant), key)

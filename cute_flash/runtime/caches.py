@@ -50,6 +50,7 @@ def _check_table(name: str, tensor: Any, q: torch.Tensor, dims: int) -> None:
     shape = "(batch,)" if dims == 1 else "(batch, pages)"
     if not isinstance(tensor, torch.Tensor) or request.has_no_memory(tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    request.refuse_layout(name, tensor)
     if tensor.dtype != _int32:
         raise TypeError(f"{name} must be int32, got {request.dtype_name(tensor.dtype)}")
     if tensor.dim() != dims or tensor.shape[0] != q.shape[0]:
@@ -153,6 +154,7 @@ def _check_new(q: torch.Tensor, cache: Cache) -> None:
     for name, new, old in (("k_new", k_new, cache.k), ("v_new", v_new, cache.v)):
         if not isinstance(new, torch.Tensor) or request.has_no_memory(new):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(new).__name__}")
+        request.refuse_layout(name, new)
         if new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2:] != old.shape[2:]:
             expected = f"({q.shape[0]}, new keys, {old.shape[2]}, {old.shape[3]})"
             raise ValueError(f"{name} must be {expected}, got shape {tuple(new.shape)}")

@@ -157,6 +157,7 @@ def call(**changes):
 LENS = torch.tensor([5, 7], dtype=torch.int32)
 NEW = torch.zeros(2, 3, 2, 16)
 ROWS_SHARED = torch.zeros(1, 10, 2, 16).expand(2, -1, -1, -1)
+NESTED = torch.nested.nested_tensor([torch.zeros(1, 2, 16)] * 2)
 HEADS_SHARED = torch.zeros(2, 10, 1, 16).expand(-1, -1, 2, -1)
 BAD = [
     ({"q": torch.zeros(2, 4, 16)}, ValueError, r"q must be 4-D \(batch, seqlen, heads, dim\)"),
@@ -173,6 +174,14 @@ BAD = [
     ({"cache_seqlens": LENS - 6}, ValueError, "cache_seqlens must be 0 to .*, got -1"),
     ({"cache_seqlens": LENS[0]}, ValueError, r"cache_seqlens must be \(batch,\) for a batch of 2, got shape \(\)"),
     ({"v_cache": torch.zeros(10, 2, 16)}, ValueError, r"v_cache must be 4-D .*, got shape \(10, 2, 16\)"),
+    (
+        {"cache_seqlens": LENS.to_sparse()},
+        TypeError,
+        "cache_seqlens must be a plain strided tensor, got torch.sparse_coo",
+    ),
+    ({"q": NESTED}, TypeError, "q must be a plain strided tensor, got a nested tensor"),
+    ({"k_cache": torch.zeros(2, 10, 2, 16).to_sparse()}, TypeError, "k_cache must be a plain strided tensor"),
+    ({"k_new": NESTED, "v_new": NEW}, TypeError, "k_new must be a plain strided tensor, got a nested tensor"),
     ({"cache_batch_idx": LENS}, ValueError, "cache_batch_idx must be 0 to 1, got 5"),
     ({"cache_batch_idx": LENS.float()}, TypeError, "cache_batch_idx must be int32, got float32"),
     ({"page_table": LENS}, ValueError, r"page_table must be \(batch, pages\) for a batch of 2, got shape \(2,\)"),
