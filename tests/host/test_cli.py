@@ -214,6 +214,32 @@ def test_warmup_compiles_what_few_query_rows_run_too():
     assert variants() == ["", "split"] and variants("--split", "no") == [""] and variants("--split", "yes") == ["split"]
 
 
+def test_warmup_compiles_what_serving_calls():
+    """The plans that calls of attention_kvcache and attention_varlen have, and no others."""
+
+    def plans(*more):
+        command = ["warmup", "--head-dim", "128", "--lse", "no", "--direction", "forward", *more]
+        found, skipped = warmup.variants(cli.parser().parse_args(command))
+        assert skipped == []
+        return set(found)
+
+    q, q3 = (torch.empty(2, rows, 32, 128, dtype=torch.bfloat16, device="meta") for rows in (1, 3))
+    pages, table = (torch.empty(*sizes, device="meta") for sizes in ((9, 16, 8, 128), (2, 4)))
+    tables = {"cache_seqlens": table[:, 0].contiguous().int(), "page_table": table.int()}
+    new = {name: torch.empty(2, 1, 8, 128, dtype=torch.bfloat16, device="meta") for name in ("k_new", "v_new")}
+    wanted = {
+        explain(rows, pages.bfloat16(), pages.bfloat16(), **tables, **more, arch="9.0").plan
+        for rows in (q, q3) for more in ({}, new, {"causal": True}, {"causal": True, **new})
+    }  # fmt: skip
+    assert wanted < plans("--form", "cache", "--page-size", "16", "--rows", "4", "12")
+    assert plans("--form", "cache", "--page-size", "16", "--rows", "4", "--causal", "no", "--append", "no") < wanted
+    rows, starts = torch.empty(1000, 8, 128, dtype=torch.bfloat16, device="meta"), torch.empty(3, device="meta").int()
+    lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    hints = ({}, {"max_seqlen_q": 9000, "max_seqlen_k": 900}, {"max_seqlen_q": 40, "max_seqlen_k": 40})
+    wanted = {explain(rows, rows, rows, **lengths, **hint, causal=True, arch="9.0").plan for hint in hints}
+    assert plans("--form", "packed", "--causal", "yes") == wanted
+
+
 def test_warmup_counts_the_multiprocessors_of_the_gpu_it_compiles_for(simulated):
     """The count is in the plan: a kernel of another count is never found."""
 
