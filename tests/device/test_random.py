@@ -6,6 +6,7 @@ kernel is, other files ask.
 import itertools
 import math
 import random
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -139,13 +140,28 @@ def near(name: str, value, right, plain, times: int = 1) -> None:
     assert error <= limit, f"{name}: {error:.2e}, allowed {limit:.2e}"
 
 
+def near_gradients(found, qkv, of: tuple, options: dict) -> None:
+    """`found`: dQ, dK and dV, None for one that was not asked for; `of`: (dO, dLSE or None)."""
+    dout, dlse = of
+    right = oracle.backward(*qkv, dout, dlse, **options)
+    plain = oracle.plain_16bit_backward(*qkv, dout, **options)
+    if dlse is not None:  # plain attention's error without it, beside the gradient that has it
+        without = oracle.backward(*qkv, dout, **options)
+        plain = [y.double() - a + b for y, a, b in zip(plain, without, right, strict=True)]
+    for name, value, reference, yardstick in zip(("dq", "dk", "dv"), found, right, plain, strict=True):
+        if value is not None and value.numel():
+            near(name, value, reference, yardstick, times=2)
+
+
 def tried(kind: Kind, one) -> None:
     """Every draw; the ones that fail are named together."""
     failed = []
     for seed in range(DRAWS):
         draw, said = random.Random(f"{kind}{seed}"), []
         try:
-            one(kind, draw, said)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", cute_flash.FallbackWarning)
+                one(kind, draw, said)
         except AssertionError as error:
             failed.append(f"draw {seed}: {' '.join(map(str, said))}: {error}".splitlines()[0])
     assert not failed, "\n".join(failed)
@@ -172,14 +188,8 @@ def dense(kind: Kind, draw: random.Random, said: list) -> None:
     dlse = draw.choice((None, torch.randn(lse.shape).to(DEVICE), torch.ones((), device=DEVICE).expand(lse.shape)))
     said += [dout.stride(), None if dlse is None else dlse.stride(), wanted]
     targets, weights = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
-    found = torch.autograd.grad(targets, [leaves[i] for i in wanted], weights)
-    right = oracle.backward(*qkv, dout, dlse, **options)
-    yardstick = oracle.plain_16bit_backward(*qkv, dout, **options)
-    if dlse is not None:  # plain attention's error without it, beside the gradient that has it
-        without = oracle.backward(*qkv, dout, **options)
-        yardstick = [y.double() - a + b for y, a, b in zip(yardstick, without, right, strict=True)]
-    for value, i in zip(found, wanted, strict=True):
-        near(("dq", "dk", "dv")[i], value, right[i], yardstick[i], times=2)
+    found = iter(torch.autograd.grad(targets, [leaves[i] for i in wanted], weights))
+    near_gradients([next(found) if i in wanted else None for i in range(3)], qkv, (dout, dlse), options)
 
 
 @pytest.mark.parametrize("kind", DENSE, ids=str)
@@ -204,18 +214,27 @@ def packs(kind: Kind, draw: random.Random, said: list) -> None:
     q, k, v = (laid_out(draw, x[None])[0] for x in (inputs.q, inputs.k, inputs.v))
     said += [x.stride() for x in (q, k, v)]
     hints = draw.choice(({}, packed.LONG, packed.SHORT))
+    wanted = draw.random() < 0.5  # gradients; whoever serves the backward
+    leaves = [x.detach().requires_grad_(wanted) for x in (q, k, v)]
     out, lse = cute_flash.attention_varlen(
-        q, k, v, **inputs.lengths, **hints, **options, scale=scale, return_lse=True, backend=SPECIAL[0]
-    )
+        *leaves, **inputs.lengths, **hints, **options, scale=scale, return_lse=True,
+        backend=None if wanted else SPECIAL[0], deterministic=kind.deterministic,
+    )  # fmt: skip
+    grads = torch.autograd.grad([out, lse], leaves, [inputs.dout, inputs.dlse]) if wanted else ()
     spans = (list(itertools.pairwise(cu.tolist())) for cu in (inputs.cu_seqlens_q, inputs.cu_seqlens_k))
-    end = 0
+    end, end_k = 0, 0
+    options["scale"] = scale
     for (first, end), (first_k, end_k) in zip(*spans, strict=True):
         one = q[None, first:end], k[None, first_k:end_k], v[None, first_k:end_k]
-        exact, plain = (f(*one, **options, scale=scale) for f in (oracle.forward, oracle.plain_16bit))
+        exact, plain = (f(*one, **options) for f in (oracle.forward, oracle.plain_16bit))
         if end > first:
             near(f"out of rows {first} to {end}", out[None, first:end], exact.out, plain.out)
             assert oracle.lse_excess(lse[None, :, first:end], exact.lse) <= 1, f"lse of rows {first} to {end}"
+        if wanted:
+            found = grads[0][None, first:end], grads[1][None, first_k:end_k], grads[2][None, first_k:end_k]
+            near_gradients(found, one, (inputs.dout[None, first:end], inputs.dlse[None, :, first:end]), options)
     assert not out[end:].any() and bool((lse[:, end:] == -math.inf).all()), "after the last sequence"
+    assert not any(grad[last:].any() for grad, last in zip(grads, (end, end_k, end_k), strict=False)), "gradients there"
 
 
 @pytest.mark.parametrize("kind", PACKED, ids=str)
@@ -235,11 +254,21 @@ def caches(kind: Kind, draw: random.Random, said: list) -> None:
     splits = draw.choice(({}, {}, {"num_splits": 1}, {"num_splits": 3}, {"num_splits": 50}, {"batch_invariant": True}))
     said += [case, scale, splits]
     inputs = cached.make_inputs(case, draw.randrange(2**30)).to(DEVICE)
-    q = laid_out(draw, inputs.q)
-    said.append(q.stride())
+    q, new, tables = laid_out(draw, inputs.q), {}, dict(inputs.tables)
+    appended = draw.choice((0, 0, 1, 3)) if min(lens) >= 3 else 0
+    wanted = [x.clone() for x in (inputs.k, inputs.v)]
+    if appended:  # the last keys arrive with the call
+        added, tables["cache_seqlens"] = cached.taken_out(inputs, appended)
+        new = {name: laid_out(draw, x.to(DEVICE)) for name, x in zip(("k_new", "v_new"), added, strict=True)}
+        for row, at in itertools.product(range(len(lens)), range(appended)):
+            place = inputs.place_of(row, lens[row] - appended + at)
+            for x, keys in zip(wanted, new.values(), strict=True):
+                x[place] = keys[row, at]
+    said += [q.stride(), *(x.stride() for x in new.values())]
     out, lse = cute_flash.attention_kvcache(
-        q, inputs.k, inputs.v, **inputs.tables, **options, **splits, scale=scale, return_lse=True, backend=SPECIAL[0]
+        q, inputs.k, inputs.v, **tables, **options, **splits, **new, scale=scale, return_lse=True, backend=SPECIAL[0]
     )
+    assert cached.same(inputs.k, wanted[0]) and cached.same(inputs.v, wanted[1]), "the caches"
     for row, length in enumerate(lens):
         one = q[row, None], *inputs.keys_of(row, length)
         exact, plain = (f(*one, **options, scale=scale) for f in (oracle.forward, oracle.plain_16bit))
