@@ -258,7 +258,8 @@ class CacheCall:
         batch, seqlen_q = q.shape[0], q.shape[1]
         capacity, split_keys = cache.capacity, 0
         if batch_invariant:
-            split_keys, num_splits = INVARIANT_SPLIT_KEYS, -(-capacity // INVARIANT_SPLIT_KEYS)
+            # Two at least: merging rounds, and a row must not tell whether its cache has room for another share.
+            split_keys, num_splits = INVARIANT_SPLIT_KEYS, max(2, -(-capacity // INVARIANT_SPLIT_KEYS))
         elif num_splits is None:
             query_tiles = batch * self._heads_kv * -(-seqlen_q * self._rows // self._tile_m)
             num_splits = cache_splits(query_tiles, capacity, *self._sharing)

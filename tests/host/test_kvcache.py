@@ -376,13 +376,18 @@ def test_split_counts():
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [({}, (8, 0)), ({"num_splits": 3}, (3, 0)), ({"batch_invariant": True}, (-(-3000 // INVARIANT_SPLIT_KEYS), 512))],
+    ("options", "capacity", "expected"),
+    [
+        ({}, 3000, (8, 0)),
+        ({"num_splits": 3}, 3000, (3, 0)),
+        ({"batch_invariant": True}, 3000, (-(-3000 // INVARIANT_SPLIT_KEYS), 512)),
+        ({"batch_invariant": True}, 100, (2, 512)),  # as a longer cache's, whose shares are merged
+    ],
 )
-def test_what_a_kernel_is_told_of_splits(monkeypatch, simulated, options, expected):
+def test_what_a_kernel_is_told_of_splits(monkeypatch, simulated, options, capacity, expected):
     told = []
     simulated((9, 0), sm_count=8)
-    inputs = make_inputs(CacheCase((5,), capacity=3000, heads_q=2, heads_kv=2, dtype="float32"))
+    inputs = make_inputs(CacheCase((5,), capacity=capacity, heads_q=2, heads_kv=2, dtype="float32"))
     from cute_flash.arch.reference.backend import BACKEND
 
     monkeypatch.setattr(BACKEND, "build", lambda plan: lambda *operands: told.append(operands[10:12]))
