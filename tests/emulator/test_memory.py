@@ -304,7 +304,9 @@ def test_a_step_limit_is_not_a_deadlock():
 
 def test_a_poll_of_what_nobody_writes_is_a_deadlock():
     body = "AGAIN: ld.acquire.gpu.global.b32 %r1, [%d0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra AGAIN;"
-    with pytest.raises(Deadlock, match=r"1000 times in vain(.|\n)*polls global address(.|\n)*which holds 0(.|\n)*PTX line"):
+    with pytest.raises(
+        Deadlock, match=r"1000 times in vain(.|\n)*polls global address(.|\n)*which holds 0(.|\n)*PTX line"
+    ):
         run(body, np.zeros(1, np.uint32))
 
 
