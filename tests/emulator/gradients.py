@@ -83,10 +83,10 @@ def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, la
     return found, inputs, dlse
 
 
-def check(each: Cell, schedule: Schedule, arch: str = ARCH) -> list[float]:
+def check(each: Cell, schedule: Schedule, arch: str = ARCH, **knobs) -> list[float]:
     """-> the errors of dQ, dK and dV."""
     case = each.case
-    found, inputs, dlse = gradients(each, schedule, arch)
+    found, inputs, dlse = gradients(each, schedule, arch, **knobs)
     options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
     exact = oracle.backward(*inputs.qkv, inputs.dout, dlse, **options)
     plain = oracle.plain_16bit_backward(*inputs.qkv, inputs.dout, **options)

@@ -164,6 +164,12 @@ def test_sums_of_those_who_do_not_wait_for_their_turn_differ(each):
     assert not all(torch.equal(first, found) for found in others)
 
 
+@pytest.mark.parametrize("each", in_rotation(IN_TURN))
+def test_who_has_not_started_holds_no_turn_that_others_wait_for(each):
+    """A GPU busy with something else starts a CTA only when another has ended: here one, or a pair, at a time."""
+    check(each, EVERY_DAY[0], ARCH, resident=1)
+
+
 def shape(dims, causal: bool = False, lengths=(257, 300), heads=(2, 1), **fields) -> Cell:
     """2**15 elements of dQ and more, half as many of dK and dV: two equally good kernels differ by under 5%."""
     return cell(dims, lengths, heads=heads, causal=causal, **fields)
