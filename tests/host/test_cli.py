@@ -56,6 +56,22 @@ def test_explain_takes_a_window_and_a_softcap(capsys):
     assert "None (not -1) means unbounded" in capsys.readouterr().err
 
 
+def test_explain_takes_deterministic_gradients_and_those_through_lse(capsys):
+    """Of a kind of calls, and of one as cute_flash.explain says it."""
+    command = ["explain", "--arch", "10.0", "--direction"]
+    for words_of, plan in (((), "stages=2\n"), (("--deterministic", "--return-lse"), "stages=2 dlse deterministic\n")):
+        assert cli.main([*command, "backward", "--head-dim", "64", *words_of]) == 0
+        assert plan in capsys.readouterr().out
+    assert cli.main([*command, "forward", "--return-lse"]) == 0
+    assert " lse" in capsys.readouterr().out
+    assert cli.main([*command, "both", "2,64,4,64", "--deterministic", "--return-lse"]) == 0
+    q = torch.empty(2, 64, 4, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    expected = explain(q, q, q, arch="10.0", deterministic=True, return_lse=True)
+    assert capsys.readouterr().out == f"{expected}\n" and expected.backward.plan.deterministic
+    with pytest.raises(SystemExit, match="--form cache has no backward: --deterministic says nothing there"):
+        cli.main(["explain", "--form", "cache", "--deterministic"])
+
+
 def test_explain_takes_packed_sequences_and_caches(capsys):
     command = ["explain", "--arch", "9.0", "--causal", "--form"]
     assert cli.main([*command, "packed"]) == 0
