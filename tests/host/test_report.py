@@ -150,15 +150,27 @@ def test_a_page_of_what_was_measured_says_what_was_not(results):
     reader = read(page.page(results))
     words = " ".join(reader.text)
     assert "geometric mean 1.265 of 2 points, worst 0.800" in words and "1.265x" in reader.text
-    assert words.count("Not measured yet") == 2  # memory and host cost
+    assert words.count("Not measured yet") == 3  # caches, memory and host cost
     assert "No profiler has counted these yet" in words and "Not yet run on silicon" in words
     assert {link[1:] for link in reader.links if link.startswith("#")} == set(reader.ids) == {"speed", "accuracy",
-            "memory", "bytes", "host", "blackwell"}  # fmt: skip
+            "serving", "memory", "bytes", "host", "blackwell"}  # fmt: skip
     assert all(link.startswith(("#", "data:image/png")) for link in reader.links), "the page needs no other file"
 
 
 def test_an_empty_folder_has_a_page_too(tmp_path):
-    assert " ".join(read(page.page(tmp_path)).text).count("Not measured yet") == 4
+    assert " ".join(read(page.page(tmp_path)).text).count("Not measured yet") == 5
+
+
+def test_caches_and_packed_sequences_are_shown(results):
+    place = {"B": "4", "Hq": "32", "Hkv": "8", "Sq": "1", "Sk": "1000", "d": "128", "dv": "64", "dtype": "bf16"}
+    decode = [row(CAUSAL, name, us) | place | {"pass": "decode"} for name, us in (("ours", 2.0), ("cudnn", 1.0))]
+    records.append(results / "decode.csv", decode)
+    packed = [row(CAUSAL, name, 3.0) | {"pass": "varlen-bwd", "B": "5"} for name in ("ours", "torch")]
+    records.append(results / "varlen.csv", packed)
+    text = read(page.page(results)).text
+    gigabytes = 4 * 8 * 1000 * (128 + 64) * 2 / 1e3  # in a microsecond
+    assert {"4 x 1000 keys", f"{gigabytes / 2:.0f}", f"{gigabytes:.0f}", "0.500"} <= set(text)
+    assert {"backward, 5 sequences, longest 4096", "PyTorch's varlen_attn", "1.000"} <= set(text)
 
 
 def test_memory_and_counted_bytes_are_shown(results):
