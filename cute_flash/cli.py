@@ -1,7 +1,9 @@
 """python -m cute_flash doctor | explain | warmup | cache | bench: what is installed, what would run, what it costs."""
 
 import argparse
+import os
 import platform
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -70,13 +72,24 @@ def doctor(arguments: argparse.Namespace) -> int:
             "devices": {name: [words.walk_facts(walk) for walk in found] for name, found in walks.items()},
         })  # fmt: skip
         return 0
-    for name, value in (*_versions(), ("cache", cached), ("settings", settings.current)):
+    for name, value in (*_versions(), ("cache", cached), ("settings", _spelled(settings.current))):
         print(f"{name:20} {value}")
     for device, found in walks.items():
         print(f"{'device':20} {device}")
         for walk in found:
             print("\n".join(f"  {line}" for line in str(walk).splitlines()))
     return 0
+
+
+def _spelled(current: settings.Settings) -> str:
+    """Those that are not as they come, as variables; the cache has a line of its own."""
+    usual = asdict(settings.Settings(cache_dir=current.cache_dir))
+    changed = {name: value for name, value in asdict(current).items() if value != usual[name]}
+    words = (
+        f"CUTE_FLASH_{name.upper()}={','.join(sorted(value)) if name == 'log' else 1 if value is True else value}"
+        for name, value in changed.items()
+    )
+    return " ".join(words) or "as they come"
 
 
 def _plain(value: Any) -> Any:
@@ -214,5 +227,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    status: int = arguments.run(arguments)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's own flush raises again
+        return 141  # 128 + SIGPIPE, as shells have it
     return status

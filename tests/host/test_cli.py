@@ -21,6 +21,7 @@ from ..fakes import FakeBackend, HostDslBackend
 from ..oracle import visible_keys
 
 pytestmark = pytest.mark.usefixtures("office")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_doctor_tells_versions_cache_and_who_serves(capsys):
@@ -32,6 +33,21 @@ def test_doctor_tells_versions_cache_and_who_serves(capsys):
     assert "runs: reference forward" in said and "runs: reference backward" in said
     assert said.count("stages=1 packed") == 2 and "stages=1 cache" in said
     assert "sm90: runs on compute capability 9.0" in said
+
+
+def test_doctor_names_the_settings_that_were_changed(capsys):
+    assert cli.main(["doctor"]) == 0
+    assert f"{'settings':20} as they come\n" in capsys.readouterr().out
+    with settings.override(log=frozenset({"dispatch", "compile"}), strict=True):
+        assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert f"{'settings':20} CUTE_FLASH_LOG=compile,dispatch CUTE_FLASH_STRICT=1\n" in said and "None" not in said
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    command = f"{sys.executable} -m cute_flash explain --arch 9.0 --json | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 141 and done.stderr == ""
 
 
 def test_doctor_survives_a_machine_where_nothing_serves(backends, capsys):
@@ -382,7 +398,6 @@ def test_cache_lists_and_clears(capsys):
 
 
 def test_the_module_runs():
-    root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "cute_flash", "explain", "--capability", "12.0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0 and "runs: triton forward 12.0" in done.stdout, done.stderr
