@@ -119,6 +119,23 @@ def long_cases() -> tuple[Case, ...]:
     )
 
 
+def long_bounded_cases() -> tuple[Case, ...]:
+    """The same under windows and softcaps: heads of 129 to 192 columns have one kernel for all of these."""
+    bounds = (
+        ((300, 200), None),
+        ((64, 0), 20.0),
+        ((None, 95), None),
+        ((0, None), 5.0),
+        ((1023, 0), None),
+        (None, 15.0),
+    )
+    dims, lengths = ((192, 192), (192, 128), (136, 160)), ((1100, 1201), (1300, 1250), (129, 1500))
+    return tuple(
+        shape(lengths[(i + i // 6) % 3], (1, 4)[(i + i // 6) % 2], pair, i % 3 == 1, window=window, softcap=softcap)
+        for i, (pair, (window, softcap)) in enumerate(itertools.product(dims, bounds))
+    )
+
+
 @functools.cache
 def float16_cases() -> tuple[Case, ...]:
     return tuple(

@@ -33,15 +33,16 @@ class Cell:
     case: Case
     lse_grad: bool = False
     deterministic: bool = False
+    short: bool = False  # the plan of few keys; without, that of many
 
     def __str__(self) -> str:
-        words = [str(self.case)] + ["dlse"] * self.lse_grad + ["deterministic"] * self.deterministic
-        return "-".join(words)
+        words = {"dlse": self.lse_grad, "deterministic": self.deterministic, "short": self.short}
+        return "-".join([str(self.case), *(word for word, said in words.items() if said)])
 
 
 def cell(dims, lengths, heads=(1, 1), **fields) -> Cell:
     dims = dims if isinstance(dims, tuple) else (dims, dims)
-    batch, more = fields.pop("batch", 1), (fields.pop("lse_grad", False), fields.pop("deterministic", False))
+    batch, more = fields.pop("batch", 1), [fields.pop(name, False) for name in ("lse_grad", "deterministic", "short")]
     return Cell(Case(batch, *lengths, *heads, *dims, **fields), *more)
 
 
@@ -75,6 +76,7 @@ def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, la
             dlse,
             device=replace(imagined(ARCHES[arch], "emulated"), sm_count=SMS),
             deterministic=each.deterministic,
+            short=each.short,
             **options,
         )
     if launches is not None:
