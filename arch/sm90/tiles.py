@@ -291,7 +291,8 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == WIDE:
         tile = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
-        return (replace(plan, tile=tile, variant=APART, deterministic=True),)
+        any_order = (replace(plan, deterministic=False),) if plan.deterministic else ()
+        return replace(plan, tile=tile, variant=APART, deterministic=True), *any_order
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
