@@ -2,6 +2,7 @@
 
 import functools
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -100,6 +101,15 @@ def check(each: Cell, schedule: Schedule, arch: str = ARCH) -> list[float]:
         errors.append(oracle.relative_error(value, right))
         assert errors[-1] <= max(limit, floor), name
     return errors
+
+
+def check_and_record(each: Cell, schedule: Schedule, record_property, arch: str = ARCH) -> None:
+    """A row for --gradients-csv."""
+    start = time.process_time()
+    errors = check(each, schedule, arch)
+    seconds = time.process_time() - start  # compiling included, where this run was the first of its plan
+    named = str(each), schedule.mode, schedule.scheduler, schedule.seed
+    record_property("emulated_gradients", (*named, *(f"{x:.3e}" for x in errors), f"{seconds:.2f}"))
 
 
 def check_same_bits(each: Cell, schedules: Iterable[Schedule], arch: str = ARCH) -> None:

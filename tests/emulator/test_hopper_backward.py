@@ -25,7 +25,7 @@ from .gradients import (
     Cell,
     Compiled,
     cell,
-    check,
+    check_and_record,
     check_rows_past_the_end,
     gradients,
 )
@@ -87,8 +87,8 @@ def test_at_least_twelve_shapes():
 
 
 @pytest.mark.parametrize("each, schedule", schedules())
-def test_right_under_every_schedule(each: Cell, schedule: Schedule):
-    check(each, schedule)
+def test_right_under_every_schedule(each: Cell, schedule: Schedule, record_property):
+    check_and_record(each, schedule, record_property)
 
 
 IN_TURN = (
