@@ -62,10 +62,9 @@ def backward(backend, dout, q, k, v, outputs: Outputs, dlse=None, *, scale=None,
     """dQ, dK, dV, written into memory that was NaN before. `device`: the one to plan for, where it is not q's; `kept`,
     among the options: a list that gets the scratch memory, in which dQ was summed."""
     grads = [torch.full(x.shape, math.nan, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    deterministic, kept = options.pop("deterministic", False), options.pop("kept", [])
-    wanted = problem(
-        BACKWARD, q, k, v, lse_grad=dlse is not None, device=device, deterministic=deterministic, **options
-    )
+    kept = options.pop("kept", [])
+    asked = {name: options.pop(name, False) for name in ("deterministic", "short")}
+    wanted = problem(BACKWARD, q, k, v, lse_grad=dlse is not None, device=device, **asked, **options)
     chosen = plan(backend, wanted, tile)
     kernel, scratch = backend.build(chosen), backend.scratch(chosen)
     batch, seqlen_q, heads_q, _ = q.shape

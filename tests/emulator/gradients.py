@@ -2,6 +2,7 @@
 
 import functools
 import math
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,15 +33,16 @@ class Cell:
     case: Case
     lse_grad: bool = False
     deterministic: bool = False
+    short: bool = False  # the plan of few keys; without, that of many
 
     def __str__(self) -> str:
-        words = [str(self.case)] + ["dlse"] * self.lse_grad + ["deterministic"] * self.deterministic
-        return "-".join(words)
+        words = {"dlse": self.lse_grad, "deterministic": self.deterministic, "short": self.short}
+        return "-".join([str(self.case), *(word for word, said in words.items() if said)])
 
 
 def cell(dims, lengths, heads=(1, 1), **fields) -> Cell:
     dims = dims if isinstance(dims, tuple) else (dims, dims)
-    batch, more = fields.pop("batch", 1), (fields.pop("lse_grad", False), fields.pop("deterministic", False))
+    batch, more = fields.pop("batch", 1), [fields.pop(name, False) for name in ("lse_grad", "deterministic", "short")]
     return Cell(Case(batch, *lengths, *heads, *dims, **fields), *more)
 
 
@@ -76,6 +78,7 @@ def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, la
             device=replace(imagined(ARCHES[arch], "emulated"), sm_count=SMS),
             deterministic=each.deterministic,
             kept=kept,
+            short=each.short,
             **options,
         )
     if launches is not None:
@@ -107,6 +110,15 @@ def bits(each: Cell, schedule: Schedule, arch: str, **knobs) -> torch.Tensor:
     kept: list[torch.Tensor] = []
     (_, dk, dv), *_ = gradients(each, schedule, arch, kept=kept, **knobs)
     return torch.cat([*kept, dk.float().flatten(), dv.float().flatten()]).view(torch.int32)
+
+
+def check_and_record(each: Cell, schedule: Schedule, record_property, arch: str = ARCH) -> None:
+    """A row for --gradients-csv."""
+    start = time.process_time()
+    errors = check(each, schedule, arch)
+    seconds = time.process_time() - start  # compiling included, where this run was the first of its plan
+    named = str(each), schedule.mode, schedule.scheduler, schedule.seed
+    record_property("emulated_gradients", (*named, *(f"{x:.3e}" for x in errors), f"{seconds:.2f}"))
 
 
 def check_rows_past_the_end(arch: str, stored: int) -> None:

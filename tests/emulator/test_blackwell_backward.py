@@ -5,7 +5,6 @@ seed, and in the other modes too.
 """
 
 import csv
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from .gradients import (
     bits,
     cell,
     check,
+    check_and_record,
     check_rows_past_the_end,
     gradients,
 )
@@ -114,11 +114,7 @@ def test_pairs_where_both_ctas_mostly_have_keys(keys, paired):
 
 @pytest.mark.parametrize("each, schedule", schedules())
 def test_right_under_every_schedule(each: Cell, schedule: Schedule, record_property):
-    start = time.process_time()
-    errors = check(each, schedule, ARCH)
-    seconds = time.process_time() - start  # compiling included, where this run was the first of its plan
-    named = str(each), schedule.mode, schedule.scheduler, schedule.seed
-    record_property("emulated_gradients", (*named, *(f"{x:.3e}" for x in errors), f"{seconds:.2f}"))
+    check_and_record(each, schedule, record_property, ARCH)
 
 
 def recorded(name: str) -> list[dict[str, str]]:
