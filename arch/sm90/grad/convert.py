@@ -16,21 +16,23 @@ from .memory import dq_chunks
 
 
 @cute.jit
-def _convert(sums: cute.Tensor, rows: cute.Tensor, tile: Int32, scale: Float32, shape: cutlass.Constexpr):
-    """One tile. sums: (tile_m * width_dq,), rows: (seqlen_q, head_dim) of dQ."""
+def _convert(sums: cute.Tensor, dq: cute.Tensor, at: tuple, tile: Int32, scale: Float32, shape: cutlass.Constexpr):
+    """One tile. `at`: (tile of the sums, head, batch); `tile`: of dQ. The rest as convert_kernel has it."""
     tile_m, columns = shape
     turned = tile_m % 64 != 0  # a part holds all rows, transposed; else 64
     registers = (tile_m if turned else 64) * columns // WARPGROUP
     thread, _, _ = cute.arch.thread_idx()
+    slot, head, batch = at
     part, lane = cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP
-    start = (sums.iterator + part * (registers * WARPGROUP)).align(16)
+    start = (sums[None, slot, head, batch].iterator + part * (registers * WARPGROUP)).align(16)
     mine = cute.make_tensor(start, dq_chunks(registers))[None, None, lane]  # (4, registers / 4)
     values = cute.make_rmem_tensor((4, registers // 4), Float32)
     for chunk in cutlass.range_constexpr(registers // 4):
         cute.autovec_copy(mine[None, chunk], values[None, chunk])
     values.store(values.load() * scale)
+    rows = dq[batch, None, head, None]
     if cutlass.const_expr(turned):
-        store_transposed(values, rows, lane, (tile * tile_m, part * columns), rows.element_type)
+        store_transposed(values, rows, lane, (tile * tile_m, part * columns), dq.element_type)
     else:
         row, column = tile * tile_m, 0
         if cutlass.const_expr(tile_m == 64):
@@ -39,7 +41,7 @@ def _convert(sums: cute.Tensor, rows: cute.Tensor, tile: Int32, scale: Float32, 
             row += part * 64
         beyond = cute.make_layout((rows.shape[0], rows.shape[1] - column), stride=rows.stride)
         there = cute.make_tensor(cute.domain_offset((0, column), rows).iterator, beyond)
-        store_direct(values, there, lane, row, rows.element_type)
+        store_direct(values, there, lane, row, dq.element_type)
 
 
 @cute.kernel
@@ -50,11 +52,10 @@ def convert_kernel(
     shape: cutlass.Constexpr,  # (tile_m, columns of a part); a warpgroup of this kernel a part
     starts: cute.Tensor | None = None,  # of packed sequences; tiles are slots then, see common/ragged.py
 ):
-    tile, head, batch = row_tile_of(sums)
+    at = row_tile_of(sums)
     if cutlass.const_expr(starts is None):
-        _convert(sums[None, tile, head, batch], dq[batch, None, head, None], tile, scale, shape)
+        _convert(sums, dq, at, at[0], scale, shape)
     else:
-        slot = slot_rows(starts, tile, dq.shape[1], shape[0])
+        slot = slot_rows(starts, at[0], dq.shape[1], shape[0])
         if slot.tile * shape[0] < slot.rows.count:
-            rows = only_rows(dq, 1, slot.rows)[batch, None, head, None]
-            _convert(sums[None, tile, head, batch], rows, slot.tile, scale, shape)
+            _convert(sums, only_rows(dq, 1, slot.rows), at, slot.tile, scale, shape)
