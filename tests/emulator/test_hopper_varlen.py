@@ -40,11 +40,13 @@ def attend(case: PackedCase, inputs: Inputs, schedule: Schedule, sms: int = SMS,
         return cute_flash.attention_varlen(*qkv, **options, return_lse=True, backend="sm90")
 
 
-def gradients(case: PackedCase, inputs: Inputs, schedule: Schedule, sms: int = SMS, through_lse: bool = False):
+def gradients(
+    case: PackedCase, inputs: Inputs, schedule: Schedule, sms: int = SMS, through_lse: bool = False, **options: bool
+):
     leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     with emulated(schedule, sms):
         out, lse = cute_flash.attention_varlen(
-            *leaves, **inputs.lengths, **LONG, **case.options, return_lse=True, backend="sm90"
+            *leaves, **inputs.lengths, **LONG, **case.options, **options, return_lse=True, backend="sm90"
         )
         outputs, given = ([out, lse], [inputs.dout, inputs.dlse]) if through_lse else ([out], [inputs.dout])
         return torch.autograd.grad(outputs, leaves, given)
@@ -120,6 +122,8 @@ def backward_grid() -> list[tuple[PackedCase, int, bool]]:
         grouped = cases(head_dim=dim, head_dim_v=dim, dtype=dtype, heads_q=4, heads_kv=2)[chosen]
         found += [(case, (SMS, 3)[i % 2], case.causal and case.window is None) for i, case in enumerate(grouped)]
     found += [(case, 2, False) for case in cases(head_dim=96, head_dim_v=72, dtype="bfloat16")[1:8:3]]
+    found += [(case, 3, case.causal) for case in cases(head_dim=192, head_dim_v=128, dtype="bfloat16")[2::7]]
+    found += [(case, 2, False) for case in cases(head_dim=160, head_dim_v=192, dtype="float16")[3::12]]
     return found
 
 
@@ -135,6 +139,25 @@ def test_gradients_against_float64(case, sms, through_lse, schedule, poisoned_em
     inputs = make_inputs(case)
     exact = packed.exact(case, inputs)[1] if through_lse else packed.exact_without_lse(case, inputs)
     check_gradients(gradients(case, inputs, schedule, sms, through_lse), exact)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "window"),
+    [
+        (128, True, None),
+        pytest.param(128, False, None, marks=pytest.mark.slow),
+        pytest.param(64, False, (70, 20), marks=pytest.mark.slow),
+        pytest.param(192, True, None, marks=pytest.mark.slow),
+    ],
+)
+def test_deterministic_gradients_repeat(head_dim, causal, window, poisoned_empty):
+    """Sequences of several key tiles, among which some CTAs wait for others."""
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim, "heads_q": 2, "heads_kv": 1}
+    case = PackedCase((150, 3, 300), (290, 130, 200), causal=causal, window=window, dtype="bfloat16", **dims)
+    inputs = make_inputs(case)
+    first, again = (gradients(case, inputs, SCHEDULES[i], sms, deterministic=True) for i, sms in ((1, 4), (6, 3)))
+    check_gradients(first, packed.exact_without_lse(case, inputs))
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 
 def test_nan_reaches_no_other_gradient():
