@@ -137,11 +137,18 @@ def test_gradients_of_many_short_sequences(backend):
 @pytest.mark.parametrize("backend", FAST)
 def test_nothing_waits_for_the_device(backend):
     inputs = make_inputs(same(100, 30, 7, dtype="bfloat16", causal=True)).to(DEVICE)
-    qkv = inputs.q, inputs.k, inputs.v
-    attention_varlen(*qkv, **inputs.lengths, causal=True, backend=backend)
+    gradients = backend in GRADIENT_BACKENDS
+    qkv = [x.requires_grad_(gradients) for x in (inputs.q, inputs.k, inputs.v)]
+
+    def step():
+        out = attention_varlen(*qkv, **inputs.lengths, causal=True, backend=backend)
+        if gradients:
+            torch.autograd.grad(out, qkv, inputs.dout)
+
+    step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        attention_varlen(*qkv, **inputs.lengths, causal=True, backend=backend)
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
