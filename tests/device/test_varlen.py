@@ -1,6 +1,7 @@
 """Packed sequences on the GPU: every backend that has them against float64, beside plain attention's error."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -66,17 +67,16 @@ def test_against_float64(case, backend):
         return
     out, lse = attention_varlen(*leaves, **options)
     found = torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
-    check_gradients(case, found, packed.exact_without_lse(case, inputs), allowed)
-    check_gradients(case, torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse)), right[1], allowed)
+    check_gradients(found, packed.exact_without_lse(case, inputs), allowed)
+    check_gradients(torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse)), right[1], allowed)
 
 
-def check_gradients(case: PackedCase, found, exact, allowed: dict[str, float], hidden=None) -> None:
+def check_gradients(found, exact, allowed: dict[str, float], hidden=None) -> None:
     """`hidden`: rows that are not looked at."""
     for name, grad, reference in zip(("dq", "dk", "dv"), found, exact, strict=True):
         if hidden is not None:
             grad, reference = grad[~hidden], reference[~hidden]
-        one_key = name != "dv" and max(case.lens_k, default=0) <= 1  # P = 1, dP = delta but for rounding
-        if one_key or reference.norm() == 0:
+        if reference.norm() <= 1e-3 * math.sqrt(reference.numel()):  # one key: P = 1, dP = delta but for rounding
             assert grad.numel() == 0 or grad.abs().max() <= 1e-2, name
         else:
             assert oracle.relative_error(grad, reference) <= allowed[name], name
@@ -94,7 +94,7 @@ def test_gradients_repeat(backend, head_dim, causal):
     out = attention_varlen(*leaves, **options)
     first = torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
     right = packed.exact(case, inputs)
-    check_gradients(case, first, packed.exact_without_lse(case, inputs), limits(case, inputs, right))
+    check_gradients(first, packed.exact_without_lse(case, inputs), limits(case, inputs, right))
     for _ in range(5):
         again = torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
@@ -198,7 +198,7 @@ def test_a_graph_with_a_backward_is_replayed_with_other_lengths(backend):
         graph.replay()
         case = same(*lengths, causal=True, dtype="bfloat16")
         allowed = dict.fromkeys(("dq", "dk", "dv"), 2 * ROUNDINGS * HALF_ULP[torch.bfloat16])
-        check_gradients(case, found, packed.exact_without_lse(case, static), allowed)
+        check_gradients(found, packed.exact_without_lse(case, static), allowed)
 
 
 @pytest.mark.parametrize("backend", FAST)
@@ -223,7 +223,7 @@ def test_nan_stays_in_its_sequence(backend, causal):
         out = attention_varlen(*leaves, **clean.lengths, causal=causal, backend=backend)
         allowed = dict.fromkeys(("dq", "dk", "dv"), 2 * ROUNDINGS * HALF_ULP[torch.bfloat16])
         check_gradients(
-            case, torch.autograd.grad(out, leaves, dout), packed.exact_without_lse(case, clean), allowed, hidden=hit
+            torch.autograd.grad(out, leaves, dout), packed.exact_without_lse(case, clean), allowed, hidden=hit
         )
 
 
@@ -242,9 +242,7 @@ def test_one_long_sequence_among_many(backend):
         leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         out = attention_varlen(*leaves, **inputs.lengths, causal=True, backend=backend)
         allowed = dict.fromkeys(("dq", "dk", "dv"), 2 * ROUNDINGS * HALF_ULP[torch.bfloat16])
-        check_gradients(
-            case, torch.autograd.grad(out, leaves, inputs.dout), packed.exact_without_lse(case, inputs), allowed
-        )
+        check_gradients(torch.autograd.grad(out, leaves, inputs.dout), packed.exact_without_lse(case, inputs), allowed)
 
 
 @pytest.mark.parametrize("backend", FAST)
