@@ -42,9 +42,9 @@ from .tiles import forward_ctas
 from .units import Units
 from .walk import MmaContext, Walk
 
-# For each key tile that a unit has less than the longest, see give_way. NVIDIA H200, 2026-11-30, causal S=1024, us without
-# / 400 / 800 (perf/results/hopper_starts.csv): d=128 16 heads 21.8 20.3 20.2, with a warm L2 the same; d=64 16 heads 18.1
-# 17.4 17.4. Without / 400: d=256 2 x 8 heads 34.3 32.1, d=128 8 heads S=2048 32.0 30.1.
+# For each key tile that a unit has less than the longest, see give_way. NVIDIA H200, 2026-11-30, causal S=1024, us
+# without / 400 / 800 (perf/results/hopper_starts.csv): d=128 16 heads 21.8 20.3 20.2, with a warm L2 the same; d=64 16
+# heads 18.1 17.4 17.4. Without / 400: d=256 2 x 8 heads 34.3 32.1, d=128 8 heads S=2048 32.0 30.1.
 GIVE_WAY_NS = 400
 DRAW_LEAD = 3  # key tiles still to be loaded when the next unit is drawn
 
