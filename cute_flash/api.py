@@ -90,7 +90,7 @@ def attention(
                 backend, settings.generation, dtype is not _float32 or request.float32_kind(q.device),
             )  # fmt: skip
             call = _warm.get(key)
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # RuntimeError: of a nested tensor's shape
             key = None  # not three 4-D tensors, or a bad or unhashable option: the cold path says what is wrong
     if (
         call is not None

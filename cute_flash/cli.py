@@ -116,7 +116,10 @@ def _of_a_kind(arguments: argparse.Namespace) -> list[tuple[Walk, list[str]]]:
     for direction in words.DIRECTIONS[arguments.direction]:
         if direction not in words.FORMS[arguments.form]:
             continue
-        problem = words.problem(device, arguments.dtype, arguments.head_dim, direction, options, form=arguments.form)
+        lse = arguments.return_lse
+        problem = words.problem(device, arguments.dtype, arguments.head_dim, direction, options, lse, arguments.form)
+        more = {"deterministic": arguments.deterministic, "lse_grad": lse and direction == BACKWARD}
+        problem = replace(problem, **more)
         walk = _walk(problem, arguments.backend)
         found.append((walk, [] if isinstance(walk, str) else _short(walk, arguments.backend)))
     return found
@@ -130,7 +133,7 @@ def _of_shapes(arguments: argparse.Namespace) -> list[tuple[Walk, list[str]]]:
     try:
         decision = api.explain(
             q, k, v, arch=named, causal=arguments.causal, window=arguments.window, softcap=arguments.softcap,
-            backend=arguments.backend,
+            return_lse=arguments.return_lse, deterministic=arguments.deterministic, backend=arguments.backend,
         )  # fmt: skip
     except (UnsupportedError, ValueError) as refusal:
         return [(str(refusal), [])]
@@ -147,6 +150,8 @@ def explain(arguments: argparse.Namespace) -> int:
         )
     if arguments.form == CACHE and arguments.direction == BACKWARD:
         raise SystemExit("--form cache has no backward")
+    if arguments.form == CACHE and arguments.deterministic:
+        raise SystemExit("--form cache has no backward: --deterministic says nothing there")
     found = _of_shapes(arguments) if arguments.shapes else _of_a_kind(arguments)
     if arguments.json:
         words.show_json([words.walk_facts(walk) for walk in _once([walk for walk, _ in found])])
@@ -195,6 +200,8 @@ def parser() -> argparse.ArgumentParser:
     )
     walk.add_argument("--causal", action="store_true")
     words.add_bounds(walk)
+    walk.add_argument("--return-lse", action="store_true", help="LSE too; gradients may arrive through it")
+    walk.add_argument("--deterministic", action="store_true", help="gradients repeat to the bit")
     walk.add_argument(
         "--form", choices=words.FORMS, default=DENSE, help="packed: attention_varlen, cache: attention_kvcache"
     )

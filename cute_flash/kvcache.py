@@ -92,7 +92,7 @@ def attention_kvcache(
                 request.ieee_float32(dtype),
             )  # fmt: skip
             call = _warm.get(key) if caches.fit(q, cache) else None
-        except (AttributeError, IndexError, TypeError, ValueError):
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):  # RuntimeError: of a nested tensor
             key = None  # the cold path says what is wrong
     if (
         call is not None
@@ -104,7 +104,11 @@ def attention_kvcache(
         and (num_splits is None or (type(num_splits) is int and num_splits > 0 and not batch_invariant))
         and (batch_invariant is False or batch_invariant is True)
     ):  # fmt: skip
-        out, lse = call(q, cache, (scale or call.scale, *bounds), num_splits, batch_invariant)
+        try:
+            out, lse = call(q, cache, (scale or call.scale, *bounds), num_splits, batch_invariant)
+        except Exception:  # of the caches only shapes were looked at
+            caches.check(q, cache)
+            raise
         return (out, lse) if return_lse else out
     checked = _check_options(options, unknown)
     return _cold(q, cache, checked, (num_splits, batch_invariant), key)
@@ -148,8 +152,8 @@ def _cold(q: Any, cache: Cache, options: Options, splits: tuple[Any, Any], key: 
         return empty if options.return_lse else empty[0]
     call = _warm.get(key) if key is not None else None
     if call is None:
-        call = CacheCall(q, cache, options)
-        if key is not None:
+        call = caches.call_of(q, cache, options)
+        if key is not None and call.anywhere:
             ops.remember(_warm, key, call)
     numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
     out, lse = call(q, cache, numbers, num_splits, batch_invariant)

@@ -239,7 +239,31 @@ def accuracy(results: Path) -> str:
             "Error over that of SDPA's flash kernel on the same inputs, both against float64: 1 is equal, below 1 is "
             "more exact."
         ) + folded("error ratios on a GPU", table(["kernel", "head_dim", "full", "causal"], cells))
-    return first
+    return first + _gradient_errors(read(results / "gradient_errors.csv"))
+
+
+def _gradient_errors(rows: Sequence[dict[str, str]]) -> str:
+    """Rows of tests/device/test_gradient_errors.py; `shape` begins with the head dim and the mask."""
+    worst: dict[tuple[int, str, str], float] = {}
+    for row in rows:
+        dim, mask, *_ = row["shape"].split("-")
+        key = int(dim.removeprefix("d")), row["yardstick"], mask
+        shares = [float(row[name]) / float(row[f"{name}_yardstick"]) for name in ("dq", "dk", "dv")]
+        worst[key] = max(worst.get(key, 0.0), *shares)
+    if not worst:
+        return ""
+    cells = [
+        [
+            dim,
+            who,
+            *(f"{worst[dim, who, mask]:.3f}" if (dim, who, mask) in worst else "" for mask in ("full", "causal")),
+        ]
+        for dim, who in sorted({key[:2] for key in worst})
+    ]
+    return paragraph(
+        "Largest error of dQ, dK or dV over that of FlashAttention-4, or of plain 16-bit attention with a float32 "
+        "softmax, on the same inputs, both against float64."
+    ) + folded("error ratios of gradients on a GPU", table(["head_dim", "beside", "full", "causal"], cells))
 
 
 def memory(results: Path) -> str:

@@ -182,8 +182,8 @@ WIDE_TILE = Tile(64, 96, stages=2)
 
 
 def wide_backward(problem: Problem) -> bool:
-    """For widths of 192, and 128 or 192 of v. It adds dQ in memory, in any order, and a tile of 96 keys sees more that
-    a causal mask hides: two kernels (APART) win at few keys, and where gradients must be repeatable.
+    """For widths of 192, and 128 or 192 of v. It adds dQ in memory, and a tile of 96 keys sees more that a causal mask
+    hides: two kernels (APART) win at few keys.
 
     NVIDIA H200, 2026-11-30, commits 9d04420 and e434319, TFLOP/s wide / apart / FA4. d=192 causal S=512 210 236 214,
     1024 327 316 314, 2048 422 361 385, 4096 495 392 445, 16384 541 411 512, full 1024 429 376 403, 4096 507 401 475,
@@ -191,9 +191,9 @@ def wide_backward(problem: Problem) -> bool:
     1024 381 401 363, 4096 459 441 434, 16384 506 446 478. d=192 causal 4096 added in turn 297, apart 411.
     """
     widths = _halved(problem.head_dim), _halved(problem.head_dim_v)
-    if problem.deterministic or widths not in ((192, 192), (192, 128)):
+    if widths not in ((192, 192), (192, 128)):
         return False
-    return not problem.short or (widths == (192, 192) and str(problem.mask) == "full")
+    return not problem.short or (widths == (192, 192) and str(problem.mask) == "full" and not problem.deterministic)
 
 
 def wide_do_slots(width_v: int) -> int:
@@ -291,7 +291,8 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == WIDE:
         tile = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
-        return (replace(plan, tile=tile, variant=APART, deterministic=True),)
+        any_order = (replace(plan, deterministic=False),) if plan.deterministic else ()
+        return replace(plan, tile=tile, variant=APART, deterministic=True), *any_order
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()

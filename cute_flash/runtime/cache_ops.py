@@ -52,7 +52,11 @@ def _append_forward(q: torch.Tensor, *given: Any) -> Any:
             out, lse_out = autograd.empty_outputs(q, cache.v)
         else:
             key = (of, q.shape[1], cache.page_size, cache.batch_idx is None, cache.appends, lse)
-            call = _calls.get(key) or ops.remember(_calls, key, CacheCall(q, cache, options))
+            call = _calls.get(key)
+            if call is None:
+                call = caches.call_of(q, cache, options)
+                if call.anywhere:
+                    ops.remember(_calls, key, call)
             out, lse_out = call(q, cache, numbers, num_splits, batch_invariant)
     return out, ops.no_lse(q) if lse_out is None or not lse else lse_out
 

@@ -229,6 +229,13 @@ def refuse_without_memory(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def refuse_layout(name: str, tensor: torch.Tensor) -> None:
+    """Before its shape is looked at: a nested tensor has none."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+        raise TypeError(f"{name} must be a plain strided tensor, got {layout}")
+
+
 def _check_kinds(tensors: dict[str, Any], dims: int) -> None:
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedError(FUNCTORCH)
@@ -236,9 +243,7 @@ def _check_kinds(tensors: dict[str, Any], dims: int) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         refuse_without_memory(name, tensor)
-        if tensor.layout != torch.strided or tensor.is_nested:
-            layout = "a nested tensor" if tensor.is_nested else str(tensor.layout)
-            raise TypeError(f"{name} must be a plain strided tensor, got {layout}")
+        refuse_layout(name, tensor)
         if tensor.dim() != dims:
             raise ValueError(f"{name} must be {SHAPES[dims]}, got shape {tuple(tensor.shape)}")
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}

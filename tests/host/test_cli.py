@@ -72,6 +72,22 @@ def test_explain_takes_a_window_and_a_softcap(capsys):
     assert "None (not -1) means unbounded" in capsys.readouterr().err
 
 
+def test_explain_takes_deterministic_gradients_and_those_through_lse(capsys):
+    """Of a kind of calls, and of one as cute_flash.explain says it."""
+    command = ["explain", "--arch", "10.0", "--direction"]
+    for words_of, plan in (((), "stages=2\n"), (("--deterministic", "--return-lse"), "stages=2 dlse deterministic\n")):
+        assert cli.main([*command, "backward", "--head-dim", "64", *words_of]) == 0
+        assert plan in capsys.readouterr().out
+    assert cli.main([*command, "forward", "--return-lse"]) == 0
+    assert " lse" in capsys.readouterr().out
+    assert cli.main([*command, "both", "2,64,4,64", "--deterministic", "--return-lse"]) == 0
+    q = torch.empty(2, 64, 4, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    expected = explain(q, q, q, arch="10.0", deterministic=True, return_lse=True)
+    assert capsys.readouterr().out == f"{expected}\n" and expected.backward.plan.deterministic
+    with pytest.raises(SystemExit, match="--form cache has no backward: --deterministic says nothing there"):
+        cli.main(["explain", "--form", "cache", "--deterministic"])
+
+
 def test_explain_takes_packed_sequences_and_caches(capsys):
     command = ["explain", "--arch", "9.0", "--causal", "--form"]
     assert cli.main([*command, "packed"]) == 0
@@ -228,6 +244,32 @@ def test_warmup_compiles_what_few_query_rows_run_too():
         return [plan.variant for plan in plans]
 
     assert variants() == ["", "split"] and variants("--split", "no") == [""] and variants("--split", "yes") == ["split"]
+
+
+def test_warmup_compiles_what_serving_calls():
+    """The plans that calls of attention_kvcache and attention_varlen have, and no others."""
+
+    def plans(*more):
+        command = ["warmup", "--head-dim", "128", "--lse", "no", "--direction", "forward", *more]
+        found, skipped = warmup.variants(cli.parser().parse_args(command))
+        assert skipped == []
+        return set(found)
+
+    q, q3 = (torch.empty(2, rows, 32, 128, dtype=torch.bfloat16, device="meta") for rows in (1, 3))
+    pages, table = (torch.empty(*sizes, device="meta") for sizes in ((9, 16, 8, 128), (2, 4)))
+    tables = {"cache_seqlens": table[:, 0].contiguous().int(), "page_table": table.int()}
+    new = {name: torch.empty(2, 1, 8, 128, dtype=torch.bfloat16, device="meta") for name in ("k_new", "v_new")}
+    wanted = {
+        explain(rows, pages.bfloat16(), pages.bfloat16(), **tables, **more, arch="9.0").plan
+        for rows in (q, q3) for more in ({}, new, {"causal": True}, {"causal": True, **new})
+    }  # fmt: skip
+    assert wanted < plans("--form", "cache", "--page-size", "16", "--rows", "4", "12")
+    assert plans("--form", "cache", "--page-size", "16", "--rows", "4", "--causal", "no", "--append", "no") < wanted
+    rows, starts = torch.empty(1000, 8, 128, dtype=torch.bfloat16, device="meta"), torch.empty(3, device="meta").int()
+    lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    hints = ({}, {"max_seqlen_q": 9000, "max_seqlen_k": 900}, {"max_seqlen_q": 40, "max_seqlen_k": 40})
+    wanted = {explain(rows, rows, rows, **lengths, **hint, causal=True, arch="9.0").plan for hint in hints}
+    assert plans("--form", "packed", "--causal", "yes") == wanted
 
 
 def test_warmup_counts_the_multiprocessors_of_the_gpu_it_compiles_for(simulated):

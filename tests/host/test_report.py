@@ -190,6 +190,14 @@ def test_memory_and_counted_bytes_are_shown(results):
     assert "No profiler" not in " ".join(text)
 
 
+def test_the_worst_of_three_gradients_is_shown(results):
+    head = "shape,yardstick,dq,dk,dv,dq_yardstick,dk_yardstick,dv_yardstick"
+    lines = [head, "d64-full-b1,fa4,1e-3,3e-3,1e-3,1e-3,2e-3,1e-3", "d64-full-b9,fa4,1e-3,1e-3,1e-3,1e-3,1e-3,1e-3"]
+    (results / "gradient_errors.csv").write_text("\n".join(lines))
+    text = read(page.page(results)).text
+    assert "1.500" in text and "fa4" in text and "error ratios of gradients on a GPU" in text
+
+
 def test_without_matplotlib_there_are_tables(results, monkeypatch):
     def missing():
         raise ImportError("No module named 'matplotlib'")
