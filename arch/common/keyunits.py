@@ -10,6 +10,8 @@ from .blocks import RowTiles, row_tiles
 from .delta import Ahead
 from .order import Sizes, head_by_head, last_section, longest_first, section_width
 
+WIDER = 2
+
 
 class Unit(NamedTuple):
     """What a CTA works on: a tile of keys and the query tiles of its group that see it."""
@@ -27,10 +29,12 @@ def unit_count(sizes: Sizes, tile) -> Int32:
     return (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n * sizes.heads_kv * sizes.batch
 
 
-def _row_bytes(sizes: Sizes, widths: tuple[int, int]) -> Int32:
-    """Of Q, dO and dQ of a head, which should stay in L2."""
+def _row_bytes(sizes: Sizes, widths: tuple[int, int], in_turn: bool) -> Int32:
+    """Of Q, dO and dQ of a head, which should stay in L2. Where key tiles of heads this wide add in turn, there are
+    more of a head than time for them one after the other, and more heads at a time are worth more than L2."""
     rows = cutlass.min(sizes.seqlen_q, 1 << 17)  # beyond any L2, and the product stays within 32 bits
-    return rows * (widths[0] * 6 + widths[1] * 2)
+    row = widths[0] * 6 + widths[1] * 2
+    return rows * (row // WIDER if in_turn and widths[0] > 128 else row)
 
 
 def _in_sections(mask, in_turn: bool) -> bool:
@@ -52,7 +56,7 @@ def ahead_of(
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     distance = blocks
     if cutlass.const_expr(_in_sections(mask, in_turn)):
-        distance = blocks * section_width(sizes.heads_kv * sizes.batch, _row_bytes(sizes, widths))
+        distance = blocks * section_width(sizes.heads_kv * sizes.batch, _row_bytes(sizes, widths, in_turn))
     return Ahead(distance, blocks, sizes.heads_q // sizes.heads_kv)
 
 
@@ -77,7 +81,7 @@ def unit_of(
     group, way = sizes.heads_q // sizes.heads_kv, Int32(-1 if in_turn else 1)
     if cutlass.const_expr(_in_sections(mask, in_turn)):
         # the first keys are seen by most query tiles and start first, within as many heads as keep Q, dO, dQ in L2
-        rows, head_bytes = sizes.heads_kv * sizes.batch, _row_bytes(sizes, widths)
+        rows, head_bytes = sizes.heads_kv * sizes.batch, _row_bytes(sizes, widths, in_turn)
         work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, head_bytes, Int32(1))
         key_block = blocks - 1 - work.m_block
         if cutlass.const_expr(in_turn and mask.causal):
