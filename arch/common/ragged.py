@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 BOUND = 1 << 30
 WRAP = 1 << 33
@@ -36,9 +36,12 @@ class Place(NamedTuple):
 def ragged_view(tensor: cute.Tensor, rows_mode: int = 0) -> cute.Tensor:
     """(1, rows, heads, width) as TMA is to see it: modes (x, width, heads, y, z), x and width the other way round with
     rows_mode 1."""
-    _, _, heads, width = tensor.shape
+    _, rows, heads, width = tensor.shape
     _, row, head, column = tensor.stride
-    back = cute.assume(WRAP - row, divby=128 // tensor.element_type.width)
+    step = 128 // tensor.element_type.width
+    # a single row's stride may be anything, but here it counts: x and y take it 2^30 times, z gives it back
+    row = cute.assume(Int64(cutlass.select_(rows == 1, Int64(step), row)), divby=step)
+    back = cute.assume(WRAP - row, divby=step)
     shape, stride = [BOUND, width], [row, column]
     if rows_mode:
         shape, stride = shape[::-1], stride[::-1]

@@ -188,9 +188,8 @@ WIDE_WIDTHS = (192, 192), (192, 128)
 
 
 def wide_backward(problem: Problem) -> bool:
-    """For widths of 192, and 128 or 192 of v. It adds dQ in memory, in any order, and a tile of 96 keys sees more that
-    a causal mask hides: two kernels (APART) win at few keys, and where gradients must be repeatable. Those do not take
-    packed sequences.
+    """For widths of 192, and 128 or 192 of v. It adds dQ in memory, and a tile of 96 keys sees more that a causal mask
+    hides: two kernels (APART) win at few keys. Those do not take packed sequences.
 
     NVIDIA H200, 2026-11-30, commits 9d04420 and e434319, TFLOP/s wide / apart / FA4. d=192 causal S=512 210 236 214,
     1024 327 316 314, 2048 422 361 385, 4096 495 392 445, 16384 541 411 512, full 1024 429 376 403, 4096 507 401 475,
@@ -202,9 +201,7 @@ def wide_backward(problem: Problem) -> bool:
         return False
     if problem.form == PACKED:
         return True
-    if problem.deterministic:
-        return False
-    return not problem.short or (widths == (192, 192) and str(problem.mask) == "full")
+    return not problem.short or (widths == (192, 192) and str(problem.mask) == "full" and not problem.deterministic)
 
 
 def packed_backward(problem: Problem) -> bool:
@@ -308,7 +305,8 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == WIDE:
         tile = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
-        return (replace(plan, tile=tile, variant=APART, deterministic=True),)
+        any_order = (replace(plan, deterministic=False),) if plan.deterministic else ()
+        return replace(plan, tile=tile, variant=APART, deterministic=True), *any_order
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()

@@ -6,6 +6,7 @@ Every run: each case under one schedule, rotating by day. scripts/test --all: ea
 import contextlib
 import itertools
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -94,6 +95,15 @@ RUNS = [
 def test_against_float64(case, sms, hints, schedule, poisoned_empty):
     inputs = make_inputs(case)
     check(case, inputs, attend(case, inputs, schedule, sms, hints))
+
+
+def test_a_single_row_of_any_stride():
+    """The stride of a dimension of one entry says nothing, and may be no multiple of 16 bytes: here 1, and odd."""
+    case = PackedCase((1,), (1,), 4, 2, 128, 128, dtype="bfloat16")
+    inputs = make_inputs(case)
+    q, k = (x.as_strided(x.shape, (row, 128, 1)) for x, row in ((inputs.q, 1), (inputs.k, 257)))
+    lying = replace(inputs, q=q, k=k)
+    check(case, inputs, attend(case, lying, SCHEDULES[1]))
 
 
 @pytest.mark.parametrize("hints", [LONG, SHORT], ids=["long", "short"])

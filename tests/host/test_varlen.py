@@ -105,6 +105,7 @@ BAD = [
     ({"k": torch.zeros(12, 2, 24)}, ValueError, "q and k must have one head_dim, got 16 and 24"),
     ({"v": torch.zeros(12, 2, 16).double()}, TypeError, "one dtype"),
     ({"cu_seqlens_q": [0, 5, 12]}, TypeError, "cu_seqlens_q must be a torch.Tensor, got list"),
+    ({"cu_seqlens_q": torch.nested.nested_tensor([CU])}, TypeError, "cu_seqlens_q must be a plain strided tensor"),
     ({"cu_seqlens_q": CU.long()}, TypeError, "cu_seqlens_q must be int32, got int64"),
     ({"cu_seqlens_k": CU[None]}, ValueError, r"cu_seqlens_k must be 1-D \(sequences \+ 1,\), got shape \(1, 3\)"),
     ({"cu_seqlens_k": CU[:0]}, ValueError, r"got shape \(0,\)"),
