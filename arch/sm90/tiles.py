@@ -199,9 +199,9 @@ def wide_backward(problem: Problem) -> bool:
     widths = _halved(problem.head_dim), _halved(problem.head_dim_v)
     if widths not in WIDE_WIDTHS:
         return False
-    if problem.form == PACKED:
+    if problem.form == PACKED or not problem.short:
         return True
-    return not problem.short or (widths == (192, 192) and str(problem.mask) == "full" and not problem.deterministic)
+    return widths == (192, 192) and str(problem.mask) == "full" and not problem.deterministic
 
 
 def packed_backward(problem: Problem) -> bool:
