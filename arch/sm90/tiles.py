@@ -260,18 +260,18 @@ def backward_tile(problem: Problem, plain: bool) -> Tile:
 
     Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
     and dV, tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240
-    registers (with a softcap or a window it spills a few words), else 64 or 80. Apart, 64 rows (dQ: DQ_TILE) and 128
-    keys where dK and dV of 64 fit a warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more),
-    else 64 (dkdv.py)."""
+    registers (with a softcap or a window it spills a few words), else 64 or 80, and 64 for packed sequences that are no
+    longer: sums of dQ take whole tiles of each. Apart, 64 rows (dQ: DQ_TILE) and 128 keys where dK and dV of 64 fit a
+    warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more), else 64 (dkdv.py)."""
     dims = problem.head_dim, problem.head_dim_v
     widths = sum(backward_widths(*dims))
     if wide_backward(problem):
         return WIDE_TILE
-    if tall_backward(problem):
-        return TALL_TILE
     if not fused_backward(*dims):
         return _apart_tile(widths, plain)
-    return Tile(128 if widths <= 128 and plain else 64, 128, stages=2)
+    if tall_backward(problem) and not problem.few_rows:
+        return TALL_TILE
+    return Tile(128 if widths <= 128 and plain and not problem.few_rows else 64, 128, stages=2)
 
 
 def _apart_tile(widths: int, plain: bool) -> Tile:
