@@ -109,9 +109,11 @@ def _of_form(which: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if which.form == PACKED:
         yield {"short": True, "few_rows": FEW[-1], "few_keys": FEW[-1]}
     if which.form == CACHE:
-        for page_size, rows, appends in itertools.product(which.page_size, which.rows, words.SWITCH[which.append]):
+        switches = words.SWITCH[which.append], words.SWITCH[which.chosen]
+        for page_size, rows, appends, chosen in itertools.product(which.page_size, which.rows, *switches):
             few_rows = next((few for few in CACHE_FEW if rows <= few), 0)
-            yield {"page_size": page_size, "few_rows": few_rows, "appends": appends}
+            if not (chosen and page_size):
+                yield {"page_size": page_size, "few_rows": few_rows, "appends": appends, "chosen": chosen}
 
 
 def variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[str]]:
@@ -203,6 +205,7 @@ def add_kinds(command: argparse.ArgumentParser) -> None:
         help="over a cache: query rows times heads of a group (8 of 32/4 heads, 32 with three more tokens speculated)",
     )  # fmt: skip
     command.add_argument("--append", choices=words.SWITCH, default="both", help="k_new and v_new beside a cache")
+    command.add_argument("--chosen", choices=words.SWITCH, default="no", help="cache_batch_idx, if it is not paged")
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

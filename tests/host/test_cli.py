@@ -233,6 +233,10 @@ def test_warmup_compiles_what_serving_calls():
     }  # fmt: skip
     assert wanted < plans("--form", "cache", "--page-size", "16", "--rows", "4", "12")
     assert plans("--form", "cache", "--page-size", "16", "--rows", "4", "--causal", "no", "--append", "no") < wanted
+    dense, index = pages[:2].bfloat16(), {"cache_seqlens": tables["cache_seqlens"]}
+    index["cache_batch_idx"] = index["cache_seqlens"]
+    one = ("--form", "cache", "--rows", "4", "--causal", "no", "--append", "no", "--chosen", "yes", "--page-size")
+    assert plans(*one, "0", "64") == {explain(q, dense, dense, **index, arch="9.0").plan}
     rows, starts = torch.empty(1000, 8, 128, dtype=torch.bfloat16, device="meta"), torch.empty(3, device="meta").int()
     lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
     hints = ({}, {"max_seqlen_q": 9000, "max_seqlen_k": 900}, {"max_seqlen_q": 40, "max_seqlen_k": 40})
