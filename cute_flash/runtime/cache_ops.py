@@ -12,7 +12,7 @@ import torch
 
 from . import autograd, caches, ops, request
 from .caches import Cache, CacheCall
-from .ops import NAMESPACE, Words
+from .ops import Words
 from .request import Options
 
 _calls: dict[tuple[Any, ...], CacheCall] = {}
@@ -73,8 +73,8 @@ def _fake_append_forward(q: torch.Tensor, *given: Any) -> Any:
     return out, q.new_empty(batch, heads_q, seqlen_q, dtype=request.lse_dtype(q.dtype)) if lse else ops.no_lse(q)
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+def _register() -> ops.Library:
+    library = ops.Library("FRAGMENT")
     tables = "Tensor cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx"
     rest = f"SymInt? num_splits, bool batch_invariant, bool lse, {ops.WORDS}) -> (Tensor, Tensor)"
     read = f"attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {tables}, {rest}"

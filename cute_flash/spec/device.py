@@ -65,5 +65,5 @@ def describe(device: torch.device) -> Device:
 
 
 def version_facts() -> dict[str, str]:
-    """torch and CUDA versions as `doctor` and the compile cache's key want them."""
-    return {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    """torch and CUDA versions, for `doctor`."""
+    return {"torch": torch.__version__, "cuda": torch.version.cuda or "none: this torch knows no NVIDIA GPU"}
