@@ -277,6 +277,9 @@ def test_warmup_compiles_what_serving_calls():
     hints = ({}, {"max_seqlen_q": 9000, "max_seqlen_k": 900}, {"max_seqlen_q": 40, "max_seqlen_k": 40})
     wanted = {explain(rows, rows, rows, **lengths, **hint, causal=True, arch="9.0").plan for hint in hints}
     assert plans("--form", "packed", "--causal", "yes") == wanted
+    found = (explain(rows.requires_grad_(), rows, rows, **lengths, **hint, arch="9.0") for hint in hints)
+    wanted = {each.backward.plan for each in found}
+    assert plans("--form", "packed", "--causal", "no", "--direction", "backward") == wanted and len(wanted) == 1
 
 
 def test_warmup_counts_the_multiprocessors_of_the_gpu_it_compiles_for(simulated):
