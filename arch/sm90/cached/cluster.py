@@ -52,6 +52,56 @@ def _remote(room: cute.Tensor, row: Int32, column: Int32, rank: Int32, count: in
     return cute.make_tensor(cute.arch.map_dsmem_ptr(local, rank), cute.make_layout(count))
 
 
+def depart():
+    """Who left before the others have read would take its shared memory away."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+@cute.jit
+def _merge(
+    room: cute.Tensor,
+    results: tuple,
+    share: Share,
+    sizes: CacheSizes,
+    place: tuple,  # (row, column) of the room
+    most: cutlass.Constexpr[int],
+):
+    """Everything is asked for before anything is waited for."""
+    out, lse = results
+    row, column = place
+    width = room.shape[1] - STATE
+    states = cute.make_rmem_tensor((2, most), Float32)
+    parts = cute.make_rmem_tensor((VECTOR, most), Float32)
+    for i in cutlass.range_constexpr(most):
+        rank = cutlass.min(Int32(i), sizes.together - 1)  # of a CTA that is not there another, with no weight
+        cute.autovec_copy(_remote(room, row, Int32(width), rank, 2), states[None, i])
+        cute.autovec_copy(_remote(room, row, column, rank, VECTOR), parts[None, i])
+    top = states[0, 0]
+    for i in cutlass.range_constexpr(1, most):
+        top = cute.arch.fmax(top, states[0, i])
+    shift, total = finite_or_zero(top), Float32(0.0)
+    sums = [Float32(0.0) for _ in range(VECTOR)]
+    for i in cutlass.range_constexpr(most):
+        weight = exp2(states[0, i] - shift) * states[1, i]
+        weight = Float32(cutlass.select_(i < sizes.together, weight, Float32(0.0)))
+        total = total + weight
+        for c in cutlass.range_constexpr(VECTOR):
+            sums[c] = sums[c] + Float32(cutlass.select_(weight != 0.0, weight * parts[c, i], Float32(0.0)))
+    inverse = inverse_total(total)
+    token, in_group = divmod(share.row_start + row, sizes.by.group)
+    head = share.head * sizes.group + in_group
+    result = cute.make_rmem_tensor((VECTOR,), out.element_type)
+    for c in cutlass.range_constexpr(VECTOR):
+        result[c] = (sums[c] * inverse).to(out.element_type)
+    target = cute.domain_offset((share.batch, token, head, column), out).iterator.align(8)
+    cute.autovec_copy(result, cute.make_tensor(target, cute.make_layout(VECTOR)))
+    if cutlass.const_expr(lse is not None):
+        row_of_lse = lse[share.batch, head, None]
+        if column == 0:
+            row_of_lse[token] = log_sum_exp(shift, total, Float32(1.0))
+
+
 @cute.jit
 def merge_parts(
     room: cute.Tensor,
@@ -61,46 +111,15 @@ def merge_parts(
     thread: Int32,
     most: cutlass.Constexpr[int],  # CTAs a cluster may have
 ):
-    """By all MMA threads of the cluster, 16 bytes at a time; everything a thread wants is asked for at once."""
+    """By all MMA threads of the cluster, 16 bytes at a time."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
-    out, lse = results
     tile_m, width = room.shape[0], room.shape[1] - STATE
     vectors = width // VECTOR
     rows = cutlass.min(sizes.rows - share.row_start, tile_m)
     first = cute.arch.block_idx_in_cluster() + sizes.together * thread
     for index in cutlass.range(first, rows * vectors, 32 * MMA_WARPS * sizes.together, unroll=1):
         row, column = index // vectors, index % vectors * VECTOR
-        states = cute.make_rmem_tensor((2, most), Float32)
-        parts = cute.make_rmem_tensor((VECTOR, most), Float32)
-        for i in cutlass.range_constexpr(most):
-            rank = cutlass.min(Int32(i), sizes.together - 1)  # of a CTA that is not there another, with no weight
-            cute.autovec_copy(_remote(room, row, Int32(width), rank, 2), states[None, i])
-            cute.autovec_copy(_remote(room, row, column, rank, VECTOR), parts[None, i])
-        top = states[0, 0]
-        for i in cutlass.range_constexpr(1, most):
-            top = cute.arch.fmax(top, states[0, i])
-        shift, total = finite_or_zero(top), Float32(0.0)
-        sums = [Float32(0.0) for _ in range(VECTOR)]
-        for i in cutlass.range_constexpr(most):
-            weight = exp2(states[0, i] - shift) * states[1, i]
-            weight = Float32(cutlass.select_(i < sizes.together, weight, Float32(0.0)))
-            total = total + weight
-            for c in cutlass.range_constexpr(VECTOR):
-                sums[c] = sums[c] + Float32(cutlass.select_(weight != 0.0, weight * parts[c, i], Float32(0.0)))
-        inverse = inverse_total(total)
-        token, in_group = divmod(share.row_start + row, sizes.by.group)
-        head = share.head * sizes.group + in_group
-        if column < out.shape[3]:
-            result = cute.make_rmem_tensor((VECTOR,), out.element_type)
-            for c in cutlass.range_constexpr(VECTOR):
-                result[c] = (sums[c] * inverse).to(out.element_type)
-            target = cute.domain_offset((share.batch, token, head, column), out).iterator.align(8)
-            cute.autovec_copy(result, cute.make_tensor(target, cute.make_layout(VECTOR)))
-        if cutlass.const_expr(lse is not None):
-            row_of_lse = lse[share.batch, head, None]
-            if column == 0:
-                row_of_lse[token] = log_sum_exp(shift, total, Float32(1.0))
-    # who leaves before the others have read takes its shared memory away
-    cute.arch.cluster_arrive()
-    cute.arch.cluster_wait()
+        if column < results[0].shape[3]:
+            _merge(room, results, share, sizes, (row, column), most)
+    depart()
