@@ -3,7 +3,8 @@
 32 query heads, 8 of keys, head dim 128, bfloat16; every row has the whole cache (16x8192), or a part of it (16~8192:
 log-normal lengths, the longest the whole); an unsplit one or pages of 64 or 16 keys in random order. GB/s counts K and
 V once: 2 * keys * 8 * 128 * 2 bytes. FlashAttention-3 runs at several counts of splits, and its best one counts;
-FlexAttention has the lengths in its mask. What has no lengths (SDPA) is no rival where they differ.
+FlexAttention has the lengths in its mask. What has no lengths (SDPA) is no rival where they differ. `read` only reads K
+and V: what memory gives, and no rival.
 """
 
 from __future__ import annotations
@@ -91,6 +92,17 @@ class Operands:
         call = functools.partial(flash_attn_with_kvcache, *self.qkv, cache_seqlens=self.lengths, num_splits=splits)
         return lambda: (call(),)
 
+    def read(self) -> Run:
+        from .plain_read import sums
+
+        _, k, v = self.qkv
+        return lambda: (sums(k, v),)
+
+    def read_right(self) -> tuple[torch.Tensor, ...]:
+        from .plain_read import exact
+
+        return (exact(*self.qkv[1:]),)
+
     def flex(self) -> Run:
         from torch.nn.attention import flex_attention
 
@@ -119,10 +131,13 @@ class Operands:
             **{f"fa3-{n}-splits": (functools.partial(self.fa3, n), versions["fa3"]) for n in FA3_SPLITS},
             "flex": (self.flex, versions["flex"]),
         }
+        plain = {} if self.uneven else {"read": Entrant(self.read, "", ours=True, exact=self.read_right)}
         if self.uneven:
             rivals = {name: rival for name, rival in rivals.items() if name not in ("cudnn", "fa2")}
-        return {name: Entrant(make, "", ours=True) for name, make in own.items()} | {
-            name: Entrant(*rival) for name, rival in rivals.items()
+        return {
+            **{name: Entrant(make, "", ours=True) for name, make in own.items()},
+            **{name: Entrant(*rival) for name, rival in rivals.items()},
+            **plain,
         }
 
 

@@ -73,7 +73,7 @@ class Operands(decode.Operands):
         }
         found["page16"] = Entrant(functools.partial(self.variant, (), {}, 16), "", ours=True)
         found["page16-late"] = Entrant(functools.partial(self.variant, ("late",), {}, 16), "", ours=True)
-        return found | {name: entrant for name, entrant in super().entrants().items() if name == "cudnn"}
+        return found | {name: entrant for name, entrant in super().entrants().items() if name in ("cudnn", "read")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

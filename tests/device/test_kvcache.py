@@ -5,9 +5,11 @@ import torch
 
 import cute_flash
 from cute_flash import attention_kvcache
+from cute_flash.spec import settings
 from tests import oracle
 from tests.cached import CacheCase, cases, exact, make_inputs
 from tests.device.gpu import DEVICE
+from tests.host.test_serving_docs import LOOP
 from tests.runner import ALLOWED_RATIO, HALF_ULP
 
 
@@ -48,6 +50,27 @@ def test_against_float64(case, how, backend):
     inputs = make_inputs(case).to(DEVICE)
     options = {**case.options, **inputs.tables, **how, "backend": backend, "return_lse": True}
     check(case, inputs, *attention_kvcache(*inputs.qkv, **options))
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("splits", [2, 3, 5, 8, 12, 13, 16, 17, 40])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_every_count_of_shares(page_size, splits, backend):
+    """Uneven rows, of which some leave most shares without a key."""
+    case = CacheCase((5000, 1, 0, 700), 1, 32, 8, 128, 128, capacity=5008, page_size=page_size, dtype="bfloat16")
+    inputs = make_inputs(case).to(DEVICE)
+    for _ in range(3):
+        found = attention_kvcache(*inputs.qkv, **inputs.tables, num_splits=splits, backend=backend, return_lse=True)
+        check(case, inputs, *found)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_generation_loop_of_the_docs(backend):
+    """Which asserts that its tokens are plain attention's; a backend that is named is used or refused."""
+    names = {}
+    with settings.override(backend=backend):
+        exec(LOOP, names)
+    assert names["generated"].is_cuda and names["k_pool"].dtype == torch.float16
 
 
 @pytest.mark.parametrize("backend", FAST)
