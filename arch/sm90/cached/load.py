@@ -82,8 +82,7 @@ def _chunk(boxes: Boxes) -> tuple[int, int]:
     return registers, LANES * registers // boxes.per_tile
 
 
-@cute.jit
-def read_pages(pages: Pages, run: Run, chunk: Int32, boxes: cutlass.Constexpr) -> tuple:
+def read_pages(pages: Pages, run: Run, chunk: Int32, boxes: Boxes) -> tuple:
     """Clamped on both sides."""
     registers, tiles = _chunk(boxes)
     numbers = []
