@@ -32,6 +32,12 @@ def cache_tile(head_dim: int, head_dim_v: int, few_rows: int = 0) -> Tile:
     return Tile(tile_m, TILE_N, stages=stages if stages > 1 else (SMEM_LIMIT - fixed) // stage)
 
 
+def ctas_of(tile: Tile, width_qk: int, width_v: int) -> int:
+    """CTAs that share an SM: two where shared memory has room, and registers for O and S of a tile (of 168 a thread)."""
+    fits = smem_bytes(tile, width_qk, width_v) <= SMEM_OF_TWO and tile.tile_m * width_v <= 64 * 128
+    return 2 if fits else 1
+
+
 def cluster_max(sm_count: int) -> int:
     """CTAs of a cluster at most. Eight run on every Hopper; sixteen want a GPC (of eight) with as many
     multiprocessors, which more than 8 * 14 of them prove, since they come in twos."""
