@@ -26,7 +26,7 @@ from .cached.merge import launch_merge
 from .cached.operands import compile_cache
 from .cached.pipeline import MMA_WARPS, THREADS, open_rings
 from .cached.shares import CacheSizes, Share, Shares, columns_of, partials_of, sizes_of
-from .cached.tiles import cluster_max, ctas_of
+from .cached.tiles import cluster_max, ctas_asked
 from .cached.walk import Room, Walk, WalkContext, first_key, output_view
 from .load import TmaSource
 
@@ -45,7 +45,7 @@ class DecodeSm90:
         self.tile, self.dtype, self.softcap, self.page_size = plan.tile, dtype, plan.softcap, plan.page_size
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.appends, self.cluster_max = plan.appends, cluster_max(plan.ctas)
-        self.ctas = ctas_of(plan.tile, plan.head_dim, plan.head_dim_v)
+        self.ctas = ctas_asked(plan.tile, plan.head_dim, plan.head_dim_v)
         self.boxes = boxes_of(plan.page_size, plan.tile.tile_n)
         self.shares, self.walk = Shares(plan), Walk(plan, dtype)
 
@@ -115,7 +115,7 @@ class DecodeSm90:
             block=(THREADS, 1, 1),
             cluster=(1, sizes.together, 1),
             stream=stream,
-            min_blocks_per_mp=self.ctas,  # else ptxas saves registers where a cluster merges: loads in turn
+            min_blocks_per_mp=self.ctas,
             preferred_smem_carveout=100,
             use_pdl=self.appends,
         )

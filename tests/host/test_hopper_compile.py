@@ -12,7 +12,7 @@ from cute_flash.arch.sm90.cached.tiles import (
     STATS,
     cache_tile,
     cluster_max,
-    ctas_of,
+    ctas_asked,
     smem_bytes,
     width_v,
 )
@@ -155,7 +155,7 @@ def test_every_cache_has_a_tile_that_fits(head_dim):
         assert 4 * 8 * tile.stages <= BARRIERS  # full and empty, of K and of V
         assert 4 * 4 * tile.tile_m + 1024 <= STATS  # a number a warp and query row, and Q starts at a multiple of 1024
         assert 2 * (SMEM_OF_TWO + 1024) == 228 * 1024
-        assert ctas_of(tile, *widths) * (smem_bytes(tile, *widths) + 1024) <= 228 * 1024
+        assert ctas_asked(tile, *widths) * (smem_bytes(tile, *widths) + 1024) <= 228 * 1024
         parts = 4 * tile.tile_m * (widths[1] + 4)  # of a cluster's merge: O of a tile, and four floats a row
         assert parts <= 2 * tile.stages * tile.tile_n * sum(widths)  # lie where the ring was
 

@@ -32,10 +32,12 @@ def cache_tile(head_dim: int, head_dim_v: int, few_rows: int = 0) -> Tile:
     return Tile(tile_m, TILE_N, stages=stages if stages > 1 else (SMEM_LIMIT - fixed) // stage)
 
 
-def ctas_of(tile: Tile, width_qk: int, width_v: int) -> int:
-    """CTAs that share an SM: two where shared memory has room, and registers for O and S of a tile (of 168 a thread)."""
-    fits = smem_bytes(tile, width_qk, width_v) <= SMEM_OF_TWO and tile.tile_m * width_v <= 64 * 128
-    return 2 if fits else 1
+def ctas_asked(tile: Tile, width_qk: int, width_v: int) -> int:
+    """CTAs that are to share an SM, which says how many registers there are; 0 leaves it to ptxas. It would save them
+    where a cluster merges and ask for the parts in turn; but of 64 query rows it spills if asked for two CTAs."""
+    if tile.tile_m > 32:
+        return 0
+    return 2 if smem_bytes(tile, width_qk, width_v) <= SMEM_OF_TWO else 1
 
 
 def cluster_max(sm_count: int) -> int:
