@@ -12,6 +12,7 @@ import torch
 from cutlass import Int32
 
 from cute_flash import kvcache
+from cute_flash.arch.sm90 import backend
 from cute_flash.arch.sm90.cached import cluster
 from cute_flash.arch.sm90.cached.shares import Shares
 from cute_flash.arch.sm90.decode import DecodeSm90
@@ -29,9 +30,17 @@ def _relaxed() -> None:
     cute.arch.cluster_wait()
 
 
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """One CTA a cluster; the second kernel's scratch is there."""
+    alone = mock.patch.object(DecodeSm90, "together", lambda self, splits, keys: Int32(1))
+    with alone, mock.patch.object(backend, "cluster_max", lambda count: 1):
+        yield
+
+
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "late": lambda: mock.patch.object(Shares, "early", False),
-    "apart": lambda: mock.patch.object(DecodeSm90, "together", lambda self, splits, keys: Int32(1)),
+    "apart": _apart,
     "relaxed": lambda: mock.patch.object(cluster, "depart", _relaxed),
 }
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
