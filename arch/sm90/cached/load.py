@@ -15,9 +15,18 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..load import TileCopy, TmaSource
 from .pipeline import KeyPipelines
-from .shares import Run
 
 LANES = 32
+
+
+class Run(NamedTuple):
+    """Key tiles first, first + step, ..."""
+
+    first: Int32
+    step: Int32
+
+    def tile(self, number: Int32) -> Int32:
+        return self.first + number * self.step
 
 
 class Boxes(NamedTuple):

@@ -11,6 +11,8 @@ from cutlass import Int32, Int64
 
 from cute_flash.spec.plan import Plan
 
+from .load import Run
+
 
 class Divisors(NamedTuple):
     """What indices are divided by, made ready on the host: a division in the kernel stands before its first load."""
@@ -71,16 +73,6 @@ class Place(NamedTuple):
     head: Int32  # of K and V
     split: Int32
     row_start: Int32  # of the tile
-
-
-class Run(NamedTuple):
-    """Key tiles first, first + step, ..."""
-
-    first: Int32
-    step: Int32
-
-    def tile(self, number: Int32) -> Int32:
-        return self.first + number * self.step
 
 
 class Share(NamedTuple):
