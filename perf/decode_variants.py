@@ -4,84 +4,81 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
-import cutlass.cute as cute
 import torch
-from cutlass import Int32
 
-from cute_flash import kvcache
 from cute_flash.arch.sm90 import backend
-from cute_flash.arch.sm90.cached import cluster
+from cute_flash.arch.sm90.backend import BACKEND
+from cute_flash.arch.sm90.cached import tiles as cached_tiles
 from cute_flash.arch.sm90.cached.shares import Shares
 from cute_flash.arch.sm90.decode import DecodeSm90
-from cute_flash.runtime import compiler
+from cute_flash.runtime import caches, dispatch, request
 from cute_flash.spec import settings
 
 from . import decode, serving
+from .decode import DIM, HEADS_KV, HEADS_Q
 from .serving import Entrant, Run
 
-POINTS = "1x1024,1x8192,4x1024,4x8192,1x32768,16x1024,16x8192"
+POINTS = "1x1024,1x8192,4x1024,4x8192,1x32768,16x1024,64x1024"
+HOPPER_TILE = cached_tiles.cache_tile
 
 
-def _relaxed() -> None:
-    cute.arch.cluster_arrive_relaxed()
-    cute.arch.cluster_wait()
-
-
-@contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """One CTA a cluster; the second kernel's scratch is there."""
-    alone = mock.patch.object(DecodeSm90, "together", lambda self, splits, keys: Int32(1))
-    with alone, mock.patch.object(backend, "cluster_max", lambda count: 1):
-        yield
+def _stages(count: int) -> contextlib.AbstractContextManager:
+    """Of the ring; the tile is asked for where a Plan is made."""
+    return mock.patch.object(backend, "cache_tile", lambda *args: replace(HOPPER_TILE(*args), stages=count))
 
 
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "late": lambda: mock.patch.object(Shares, "early", False),
-    "apart": _apart,
-    "relaxed": lambda: mock.patch.object(cluster, "depart", _relaxed),
+    "two": lambda: _stages(2),
+    "fused": lambda: mock.patch.object(DecodeSm90, "fused", True),
 }
-VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
-    "ours": ((), {}),
-    "late": (("late",), {}),
-    "relaxed": (("relaxed",), {}),
-    "apart": (("apart",), {}),
-    "apart-late": (("apart", "late"), {}),
-    **{f"splits{n}": ((), {"num_splits": n}) for n in (1, 2, 4, 8, 16, 32)},
-}
-_kernels: dict[tuple[str, ...], tuple[dict, dict]] = {}
+SPLITS = (1, 2, 4, 8, 16, 32)
+_kernels: dict[tuple[str, ...], tuple[Any, Any]] = {}
 
 
-@contextlib.contextmanager
-def _as(patches: tuple[str, ...]) -> Iterator[None]:
-    memory, warm = _kernels.setdefault(patches, ({}, {}))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(compiler, "_memory", memory))
-        stack.enter_context(mock.patch.object(kvcache, "_warm", warm))
-        for name in patches:
-            stack.enter_context(PATCHES[name]())
-        yield
+def kernel_of(q: torch.Tensor, cache: caches.Cache, patches: tuple[str, ...]) -> tuple[Any, Any]:
+    """(Plan, compiled function)"""
+    if patches not in _kernels:
+        with contextlib.ExitStack() as stack:
+            for name in patches:
+                stack.enter_context(PATCHES[name]())
+            options = request.check_options(
+                {"causal": False, "window": None, "scale": None, "softcap": None, "return_lse": False,
+                 "backend": "sm90", "deterministic": False}, {}, dispatch.backend_names(), "attention_kvcache",
+            )  # fmt: skip
+            plan = caches.decide(q, cache, options, None).plan
+            _kernels[patches] = plan, BACKEND.build(plan)
+    return _kernels[patches]
 
 
 class Operands(decode.Operands):
-    def variant(self, patches: tuple[str, ...], options: dict[str, object], page_size: int = 0) -> Run:
-        run = self.ours(page_size, backend="sm90", **options)
+    def variant(self, splits: int, *patches: str) -> Run:
+        q, k, v = self.qkv
+        plan, kernel = kernel_of(q, caches.Cache(k, v, self.lengths), patches)
+        out = torch.empty_like(q)
+        tiles = self.batch * HEADS_KV
+        memory = torch.zeros(splits * self.batch * HEADS_Q * (plan.head_dim_v + 2) + tiles, device="cuda")
 
-        def patched() -> tuple[torch.Tensor, ...]:
-            with _as(patches):
-                return run()
+        def run() -> tuple[torch.Tensor, ...]:
+            kernel(q, k, v, out, None, self.lengths, None, None, None, None, splits, 0, DIM**-0.5, memory)
+            return (out,)
 
-        return patched
+        return run
 
     def entrants(self) -> Mapping[str, Entrant]:
-        found = {
-            name: Entrant(functools.partial(self.variant, *variant), "", ours=True)
-            for name, variant in VARIANTS.items()
-        }
-        found["page16"] = Entrant(functools.partial(self.variant, (), {}, 16), "", ours=True)
-        found["page16-late"] = Entrant(functools.partial(self.variant, ("late",), {}, 16), "", ours=True)
+        found = {"ours": Entrant(self.ours, "", ours=True)}
+        cases = [(n,) for n in SPLITS] + [(n, "two") for n in SPLITS]
+        cases += [(n, "late") for n in (8, 16)] + [(n, "fused") for n in SPLITS[1:]]
+        most = 2112 // (self.batch * HEADS_KV)  # eight for each two CTAs that an SM has
+        for n, *patches in cases:
+            if n == 1 or (n <= most and self.seqlen >= 64 * n):
+                name = "-".join([f"splits{n}", *patches])
+                found[name] = Entrant(functools.partial(self.variant, n, *patches), "", ours=True)
         return found | {name: entrant for name, entrant in super().entrants().items() if name in ("cudnn", "read")}
 
 

@@ -10,7 +10,7 @@ from cute_flash.spec.problem import BACKWARD, CACHE, DENSE, FORWARD, PACKED, Pro
 from cute_flash.spec.scratch import ScratchRule, TableRule
 
 from . import support, tiles
-from .cached.tiles import cache_tile, cluster_max, width_v
+from .cached.tiles import cache_tile, width_v
 
 ARCH = "sm_90a"
 
@@ -91,8 +91,7 @@ class Sm90Backend:
         if plan.direction == BACKWARD:
             return tiles.backward_scratch(plan)
         if plan.form == CACHE:
-            # of each share: O, then a row's maximum and total; a cluster's stay in shared memory
-            return ScratchRule(1, plan.head_dim_v + 2, few_splits=cluster_max(plan.ctas))
+            return ScratchRule(1, plan.head_dim_v + 2)  # of each share: O, then a row's maximum and total
         return tiles.TABLE if plan.form == PACKED else None
 
     def pack(self, plan: Plan) -> Plan | None:

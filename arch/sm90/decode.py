@@ -1,8 +1,7 @@
 """Few query rows over a key-value cache on Hopper, dense or paged: Flash-Decoding with the rows of a group in one tile.
 
 A CTA takes a tile of query rows and a share of the keys: a warp feeds a K/V ring by TMA, one warpgroup multiplies. Two
-CTAs share an SM where their rings fit. Where keys are shared out, the CTAs of a query tile are a cluster and merge what
-they have (cached/cluster.py); if they are too many for one, or batch-invariant, a second kernel does (cached/merge.py).
+CTAs share an SM where their rings fit. Where keys are shared out, a second kernel merges (cached/merge.py).
 """
 
 from typing import NamedTuple
@@ -18,15 +17,14 @@ from cute_flash.spec.plan import Plan
 
 from ..common.numeric import LOG2_E
 from .cached.append import launch_append
-from .cached.cluster import leave_part, merge_parts, room_for_parts
 from .cached.epilogue import store_lse, store_rows, store_share
+from .cached.last import is_last, merge_rows
 from .cached.load import Loads, Pages, box_copy, boxes_of, load_dense, load_paged, open_pages, policy_of
 from .cached.memory import CacheLayouts, box_layout, cache_layouts, cache_storage
 from .cached.merge import launch_merge
 from .cached.operands import compile_cache
 from .cached.pipeline import MMA_WARPS, THREADS, open_rings
 from .cached.shares import CacheSizes, Share, Shares, columns_of, partials_of, sizes_of
-from .cached.tiles import cluster_max, ctas_asked
 from .cached.walk import Room, Walk, WalkContext, first_key, output_view
 from .load import TmaSource
 
@@ -41,11 +39,12 @@ class CacheSources(NamedTuple):
 class DecodeSm90:
     """One Plan's kernels. Everything read here comes from the Plan."""
 
+    fused = False
+
     def __init__(self, plan: Plan, dtype: type):
         self.tile, self.dtype, self.softcap, self.page_size = plan.tile, dtype, plan.softcap, plan.page_size
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
-        self.appends, self.cluster_max = plan.appends, cluster_max(plan.ctas)
-        self.ctas = ctas_asked(plan.tile, plan.head_dim, plan.head_dim_v)
+        self.appends = plan.appends
         self.boxes = boxes_of(plan.page_size, plan.tile.tile_n)
         self.shares, self.walk = Shares(plan), Walk(plan, dtype)
 
@@ -98,7 +97,6 @@ class DecodeSm90:
             capacity=capacity,
             appended=new[0].shape[1] if cutlass.const_expr(self.appends) else Int32(0),
             splits=splits,
-            together=self.together(splits, split_keys),
             split_keys=split_keys,
             policy=policy_of(Int64(q.shape[0]) * capacity * k.shape[2] * (2 * (k.shape[3] + v.shape[3]))),
             left=left,
@@ -111,20 +109,10 @@ class DecodeSm90:
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
         results, factors = (out, lse, memory), (scale_log2, cap_factor)
         self.kernel(sources, q, tables, results, factors, sizes, layouts).launch(
-            grid=self.shares.grid(sizes),
-            block=(THREADS, 1, 1),
-            cluster=(1, sizes.together, 1),
-            stream=stream,
-            min_blocks_per_mp=self.ctas,
-            preferred_smem_carveout=100,
-            use_pdl=self.appends,
+            grid=(self.shares.count(sizes), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.appends
         )
-        if splits > sizes.together:
+        if (splits > 1) & (not self.fused):
             launch_merge(partials_of(memory, sizes, self.width_v), out, lse, sizes, self.width_v, stream)
-
-    def together(self, splits: Int32, split_keys: Int32) -> Int32:
-        """Batch-invariant shares are merged in one way, however many there are."""
-        return Int32(cutlass.select_((split_keys == 0) & (splits <= self.cluster_max), splits, Int32(1)))
 
     @cute.kernel
     def kernel(
@@ -141,7 +129,7 @@ class DecodeSm90:
         cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        place = self.shares.place(cute.arch.block_idx(), sizes)
+        place = self.shares.place(cute.arch.block_idx()[0], sizes)
         length = tables[0][place.batch]  # on its way until share() looks at it
         if warp == MMA_WARPS:
             for source in (sources.k, sources.v):
@@ -158,8 +146,7 @@ class DecodeSm90:
         if warp == MMA_WARPS:
             self.load_role(pipes, sources, (s_k, s_v), tables, (place, length), sizes)
         else:
-            parts = room_for_parts(storage.k.data_ptr(), self.tile.tile_m, self.width_v)
-            room = Room(s_q[None, None, 0], s_p[None, None, 0], stats, s_v, parts)
+            room = Room(s_q[None, None, 0], s_p[None, None, 0], stats, s_v)
             frags = self.walk.open(s_q, s_p, s_k, s_v)
             self.walk.read_q(q, room.q, place, sizes, thread)
             share = self.shares.share(place, length, sizes)
@@ -226,12 +213,16 @@ class DecodeSm90:
             store_rows(view, out, share, columns, first)
             if cutlass.const_expr(lse is not None):
                 store_lse(lse, state, share, columns, writes, factors[0])
-        elif sizes.together > 1:
-            leave_part(view, room.parts, state, share, columns, (first, writes), factors[0])
-            merge_parts(room.parts, (out, lse), share, sizes, thread, self.cluster_max)
         else:
             partials = partials_of(memory, sizes, self.width_v)
             store_share(view, partials, state, share, columns, sizes, (first, writes), factors[0])
+            if cutlass.const_expr(self.fused):
+                rows = Int64(sizes.batch) * sizes.heads_kv * sizes.rows
+                counters = cute.recast_ptr(memory.iterator + rows * (self.width_v + 2) * sizes.splits, dtype=Int32)
+                tile = (share.batch * sizes.heads_kv + share.head) * sizes.tiles + share.row_start // self.tile.tile_m
+                counter = cute.make_tensor(counters + tile, cute.make_layout(1))
+                if is_last(counter, sizes.splits, room.stats[None, 0], thread) != 0:
+                    merge_rows(partials, out, lse, share, sizes, (self.tile.tile_m, thread))
 
 
 class BoundedDecodeSm90(DecodeSm90):

@@ -265,7 +265,7 @@ class CacheCall:
         operands = (q, k, v, out, lse, *tables, splits, split_keys, *numbers)
         if self._scratch is not None:
             memory = self._nothing
-            if splits > (1 if split_keys else self._scratch.few_splits):
+            if splits > 1:
                 elements = splits * self._scratch.elements(batch, q.shape[2], seqlen_q)
                 memory = memory.new_empty(elements)
             operands += (memory,)

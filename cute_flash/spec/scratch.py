@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ScratchRule:
-    """float32 elements for a call: so many a query row, rows counted in whole tiles, and so many a tile. A cache's want
-    them for each share of the keys, and none where shares are equal and few."""
+    """float32 elements for a call: so many a query row, rows counted in whole tiles, and so many a tile."""
 
     tile_m: int
     floats_per_row: int
     floats_per_tile: int = 0
-    few_splits: int = 1
 
     def elements(self, batch: int, heads_q: int, seqlen_q: int) -> int:
         tiles = batch * heads_q * -(-seqlen_q // self.tile_m)

@@ -22,7 +22,6 @@ class Divisors(NamedTuple):
     rows: cute.FastDivmodDivisorV2
     tiles: cute.FastDivmodDivisorV2
     splits: cute.FastDivmodDivisorV2
-    apart: cute.FastDivmodDivisorV2  # splits that are not in a cluster
 
 
 class CacheSizes(NamedTuple):
@@ -38,7 +37,6 @@ class CacheSizes(NamedTuple):
     appended: Int32  # of a row, behind its length
     cache_rows: Int32  # or pages
     splits: Int32
-    together: Int32  # CTAs of a cluster: all splits of a query tile, or 1
     split_keys: Int32  # 0: equal shares
     policy: Int64  # of L2, for K and V
     by: Divisors
@@ -51,8 +49,7 @@ def sizes_of(q: cute.Tensor, k: cute.Tensor, tile_m: int, **others) -> CacheSize
     heads_kv, group = k.shape[2], q.shape[2] // k.shape[2]
     rows = q.shape[1] * group
     tiles = (rows + tile_m - 1) // tile_m
-    splits = others["splits"]
-    divisors = heads_kv, group, rows, tiles, splits, splits // others["together"]
+    divisors = heads_kv, group, rows, tiles, others["splits"]
     return CacheSizes(
         batch=q.shape[0],
         heads_kv=heads_kv,
@@ -120,17 +117,15 @@ class Shares:
     def __init__(self, plan: Plan):
         self.tile, self.mask = plan.tile, plan.mask
 
-    def grid(self, sizes: CacheSizes) -> tuple:
-        """CTAs of a cluster one below the other."""
-        apart = sizes.splits // sizes.together
-        return sizes.batch * apart * sizes.tiles * sizes.heads_kv, sizes.together, 1
+    def count(self, sizes: CacheSizes) -> Int32:
+        return sizes.batch * sizes.splits * sizes.tiles * sizes.heads_kv
 
-    def place(self, index: tuple, sizes: CacheSizes) -> Place:
-        """`index`: in the grid. Heads next to each other: what one reads of a key lies beside what the next does."""
-        rest, head = divmod(index[0], sizes.by.heads_kv)
+    def place(self, index: Int32, sizes: CacheSizes) -> Place:
+        """Heads next to each other: what one reads of a key lies beside what the next does."""
+        rest, head = divmod(index, sizes.by.heads_kv)
         rest, m_block = divmod(rest, sizes.by.tiles)
-        batch, split = divmod(rest, sizes.by.apart)
-        return Place(batch, head, split + index[1], m_block * self.tile.tile_m)
+        batch, split = divmod(rest, sizes.by.splits)
+        return Place(batch, head, split, m_block * self.tile.tile_m)
 
     @property
     def early(self) -> bool:

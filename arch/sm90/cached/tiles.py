@@ -32,20 +32,6 @@ def cache_tile(head_dim: int, head_dim_v: int, few_rows: int = 0) -> Tile:
     return Tile(tile_m, TILE_N, stages=stages if stages > 1 else (SMEM_LIMIT - fixed) // stage)
 
 
-def ctas_asked(tile: Tile, width_qk: int, width_v: int) -> int:
-    """CTAs that are to share an SM, which says how many registers there are; 0 leaves it to ptxas. It would save them
-    where a cluster merges and ask for the parts in turn; but of 64 query rows it spills if asked for two CTAs."""
-    if tile.tile_m > 32:
-        return 0
-    return 2 if smem_bytes(tile, width_qk, width_v) <= SMEM_OF_TWO else 1
-
-
-def cluster_max(sm_count: int) -> int:
-    """CTAs of a cluster at most. Eight run on every Hopper; sixteen want a GPC (of eight) with as many
-    multiprocessors, which more than 8 * 14 of them prove, since they come in twos."""
-    return 16 if sm_count > 8 * 14 else 8
-
-
 def page_fits(page_size: int) -> bool:
     """Is a page a whole number of tiles, or a tile of pages? 0: not paged."""
     return page_size % TILE_N == 0 or TILE_N % page_size == 0

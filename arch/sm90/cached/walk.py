@@ -60,7 +60,6 @@ class Room(NamedTuple):
     p: cute.Tensor  # (tile_m, tile_n)
     stats: cute.Tensor  # (tile_m, MMA warps)
     v: cute.Tensor  # (width_v, tile_n, stages)
-    parts: cute.Tensor  # where K and V were: what a cluster merges, see cluster.py
 
 
 class ColumnState(NamedTuple):
