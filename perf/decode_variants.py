@@ -10,10 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from cutlass import Int64
 
 from cute_flash.arch.sm90 import backend
+from cute_flash.arch.sm90 import decode as kernels
 from cute_flash.arch.sm90.backend import BACKEND
 from cute_flash.arch.sm90.cached import tiles as cached_tiles
+from cute_flash.arch.sm90.cached.load import EVICT_FIRST, EVICT_NORMAL
 from cute_flash.arch.sm90.cached.shares import Shares
 from cute_flash.arch.sm90.decode import DecodeSm90
 from cute_flash.runtime import caches, dispatch, request
@@ -32,9 +35,15 @@ def _stages(count: int) -> contextlib.AbstractContextManager:
     return mock.patch.object(backend, "cache_tile", lambda *args: replace(HOPPER_TILE(*args), stages=count))
 
 
+def _policy(policy: int) -> contextlib.AbstractContextManager:
+    return mock.patch.object(kernels, "policy_of", lambda kv_bytes: Int64(policy))
+
+
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "late": lambda: mock.patch.object(Shares, "early", False),
     "two": lambda: _stages(2),
+    "normal": lambda: _policy(EVICT_NORMAL),
+    "first": lambda: _policy(EVICT_FIRST),
     "fused": lambda: mock.patch.object(DecodeSm90, "fused", True),
 }
 SPLITS = (1, 2, 4, 8, 16, 32)
@@ -73,7 +82,8 @@ class Operands(decode.Operands):
     def entrants(self) -> Mapping[str, Entrant]:
         found = {"ours": Entrant(self.ours, "", ours=True)}
         cases = [(n,) for n in SPLITS] + [(n, "two") for n in SPLITS]
-        cases += [(n, "late") for n in (8, 16)] + [(n, "fused") for n in SPLITS[1:]]
+        cases += [(n, "late") for n in (8, 16)] + [(n, "normal") for n in (1, 8, 16)] + [(1, "first")]
+        cases += [(n, "fused") for n in SPLITS[1:]]
         most = 2112 // (self.batch * HEADS_KV)  # eight for each two CTAs that an SM has
         for n, *patches in cases:
             if n == 1 or (n <= most and self.seqlen >= 64 * n):
