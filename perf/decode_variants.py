@@ -44,6 +44,7 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "two": lambda: _stages(2),
     "normal": lambda: _policy(EVICT_NORMAL),
     "first": lambda: _policy(EVICT_FIRST),
+    "regs": lambda: mock.patch.object(DecodeSm90, "min_blocks", 1),
     "fused": lambda: mock.patch.object(DecodeSm90, "fused", True),
 }
 SPLITS = (1, 2, 4, 8, 16, 32)
@@ -83,7 +84,8 @@ class Operands(decode.Operands):
         found = {"ours": Entrant(self.ours, "", ours=True)}
         cases = [(n,) for n in SPLITS] + [(n, "two") for n in SPLITS]
         cases += [(n, "late") for n in (8, 16)] + [(n, "normal") for n in (1, 8, 16)] + [(1, "first")]
-        cases += [(n, "fused") for n in SPLITS[1:]]
+        cases += [(n, "fused") for n in SPLITS[1:]] + [(n, "fused", "regs") for n in SPLITS[1:]]
+        cases += [(n, "regs") for n in SPLITS]
         most = 2112 // (self.batch * HEADS_KV)  # eight for each two CTAs that an SM has
         for n, *patches in cases:
             if n == 1 or (n <= most and self.seqlen >= 64 * n):

@@ -40,6 +40,7 @@ class DecodeSm90:
     """One Plan's kernels. Everything read here comes from the Plan."""
 
     fused = False
+    min_blocks = 0
 
     def __init__(self, plan: Plan, dtype: type):
         self.tile, self.dtype, self.softcap, self.page_size = plan.tile, dtype, plan.softcap, plan.page_size
@@ -109,7 +110,11 @@ class DecodeSm90:
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
         results, factors = (out, lse, memory), (scale_log2, cap_factor)
         self.kernel(sources, q, tables, results, factors, sizes, layouts).launch(
-            grid=(self.shares.count(sizes), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.appends
+            grid=(self.shares.count(sizes), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=self.appends,
+            min_blocks_per_mp=self.min_blocks,
         )
         if (splits > 1) & (not self.fused):
             launch_merge(partials_of(memory, sizes, self.width_v), out, lse, sizes, self.width_v, stream)
