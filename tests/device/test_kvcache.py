@@ -130,6 +130,22 @@ def test_a_graph_is_replayed_with_other_lengths(page_size, backend):
 
 
 @pytest.mark.parametrize("backend", FAST)
+def test_two_caches_merge_into_one(backend):
+    """A shared beginning and each row's own rest, of which one row has none, one no beginning, and one neither."""
+    case = CacheCase((300, 64, 200, 0), 2, 8, 2, 128, 128, capacity=320, dtype="bfloat16")
+    inputs = make_inputs(case).to(DEVICE)
+    q, k, v = inputs.qkv
+    firsts, states = torch.tensor([64, 64, 0, 0], dtype=torch.int32, device=DEVICE), []
+    rests = inputs.cache_seqlens - firsts
+    shift = firsts.long()[:, None] + torch.arange(k.shape[1], device=DEVICE)
+    rows = torch.arange(len(case.lens), device=DEVICE)[:, None]
+    moved = [x[rows, shift.clamp(max=k.shape[1] - 1)] for x in (k, v)]
+    for keys, lens in (((k, v), firsts), (moved, rests)):
+        states += attention_kvcache(q, *keys, cache_seqlens=lens, return_lse=True, backend=backend)
+    check(case, inputs, *cute_flash.merge_attention_states(*states))
+
+
+@pytest.mark.parametrize("backend", FAST)
 def test_nothing_waits_for_the_device(backend):
     case = CacheCase((70, 0, 30), 1, 8, 2, 128, 128, capacity=128, page_size=16, dtype="bfloat16")
     inputs = make_inputs(case).to(DEVICE)
