@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cutlass import Int64
+from cutlass import Int32, Int64
 
 from cute_flash.arch.sm90 import backend
 from cute_flash.arch.sm90 import decode as kernels
@@ -45,7 +45,7 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "normal": lambda: _policy(EVICT_NORMAL),
     "first": lambda: _policy(EVICT_FIRST),
     "regs": lambda: mock.patch.object(DecodeSm90, "min_blocks", 1),
-    "fused": lambda: mock.patch.object(DecodeSm90, "fused", True),
+    "apart": lambda: mock.patch.object(Shares, "fused", lambda *args: Int32(0)),
 }
 SPLITS = (1, 2, 4, 8, 16, 32)
 _kernels: dict[tuple[str, ...], tuple[Any, Any]] = {}
@@ -71,11 +71,11 @@ class Operands(decode.Operands):
         q, k, v = self.qkv
         plan, kernel = kernel_of(q, caches.Cache(k, v, self.lengths), patches)
         out = torch.empty_like(q)
-        tiles = self.batch * HEADS_KV
-        memory = torch.zeros(splits * self.batch * HEADS_Q * (plan.head_dim_v + 2) + tiles, device="cuda")
+        memory = torch.empty(splits * self.batch * HEADS_Q * (plan.head_dim_v + 2), device="cuda")
+        counters = torch.zeros(self.batch * HEADS_KV, dtype=torch.int32, device="cuda")
 
         def run() -> tuple[torch.Tensor, ...]:
-            kernel(q, k, v, out, None, self.lengths, None, None, None, None, splits, 0, DIM**-0.5, memory)
+            kernel(q, k, v, out, None, self.lengths, None, None, None, None, splits, 0, DIM**-0.5, memory, counters)
             return (out,)
 
         return run
@@ -84,7 +84,7 @@ class Operands(decode.Operands):
         found = {"ours": Entrant(self.ours, "", ours=True)}
         cases = [(n,) for n in SPLITS] + [(n, "two") for n in SPLITS]
         cases += [(n, "late") for n in (8, 16)] + [(n, "normal") for n in (1, 8, 16)] + [(1, "first")]
-        cases += [(n, "fused") for n in SPLITS[1:]] + [(n, "fused", "regs") for n in SPLITS[1:]]
+        cases += [(n, "apart") for n in SPLITS[1:]] + [(n, "apart", "regs") for n in SPLITS[1:]]
         cases += [(n, "regs") for n in SPLITS]
         most = 2112 // (self.batch * HEADS_KV)  # eight for each two CTAs that an SM has
         for n, *patches in cases:

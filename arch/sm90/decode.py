@@ -39,7 +39,6 @@ class CacheSources(NamedTuple):
 class DecodeSm90:
     """One Plan's kernels. Everything read here comes from the Plan."""
 
-    fused = False
     min_blocks = 0
 
     def __init__(self, plan: Plan, dtype: type):
@@ -66,16 +65,18 @@ class DecodeSm90:
         split_keys: Int32,
         scale: Float32,
         memory: cute.Tensor,  # scratch, float32; nothing where splits is 1
+        counters: cute.Tensor,  # Int32, likewise
         stream,
     ):
         tables = cache_seqlens, page_table, cache_batch_idx
         numbers = splits, split_keys, (scale, None, None, None)
-        self.launch((q, k, v, out, lse), tables, (k_new, v_new), numbers, memory, stream)
+        self.launch((q, k, v, out, lse), tables, (k_new, v_new), numbers, (memory, counters), stream)
 
     @cute.jit
-    def launch(self, tensors: tuple, tables: tuple, new: tuple, numbers: tuple, memory: cute.Tensor, stream):
-        """`numbers`: (splits, split_keys, (scale, left, right, softcap)), the last three None in a plain Plan."""
-        q, k, v, out, lse = tensors
+    def launch(self, tensors: tuple, tables: tuple, new: tuple, numbers: tuple, scratch: tuple, stream):
+        """`numbers`: (splits, split_keys, (scale, left, right, softcap)), the last three None in a plain Plan.
+        `scratch`: (memory, counters)."""
+        (q, k, v, out, lse), (memory, counters) = tensors, scratch
         splits, split_keys, (scale, left, right, softcap) = numbers
         layouts = cache_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
         load, keys = cpasync.CopyBulkTensorTileG2SOp(), self.boxes.rows
@@ -99,6 +100,7 @@ class DecodeSm90:
             appended=new[0].shape[1] if cutlass.const_expr(self.appends) else Int32(0),
             splits=splits,
             split_keys=split_keys,
+            fused=self.shares.fused(q, k, split_keys, counters),
             policy=policy_of(Int64(q.shape[0]) * capacity * k.shape[2] * (2 * (k.shape[3] + v.shape[3]))),
             left=left,
             right=right,
@@ -108,7 +110,7 @@ class DecodeSm90:
         scale_log2, cap_factor = scale * LOG2_E, None
         if cutlass.const_expr(self.softcap):
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
-        results, factors = (out, lse, memory), (scale_log2, cap_factor)
+        results, factors = (out, lse, memory, counters), (scale_log2, cap_factor)
         self.kernel(sources, q, tables, results, factors, sizes, layouts).launch(
             grid=(self.shares.count(sizes), 1, 1),
             block=(THREADS, 1, 1),
@@ -116,7 +118,7 @@ class DecodeSm90:
             use_pdl=self.appends,
             min_blocks_per_mp=self.min_blocks,
         )
-        if (splits > 1) & (not self.fused):
+        if (splits > 1) & (sizes.fused == 0):
             launch_merge(partials_of(memory, sizes, self.width_v), out, lse, sizes, self.width_v, stream)
 
     @cute.kernel
@@ -125,7 +127,7 @@ class DecodeSm90:
         sources: CacheSources,
         q: cute.Tensor,
         tables: tuple,
-        results: tuple,  # (out, lse, memory)
+        results: tuple,  # (out, lse, memory, counters)
         factors: tuple,  # (scale_log2, cap_factor)
         sizes: CacheSizes,
         layouts: CacheLayouts,
@@ -199,7 +201,7 @@ class DecodeSm90:
         sizes: CacheSizes,
         thread: Int32,
     ):
-        out, lse, memory = results
+        out, lse, memory, counters = results
         pipes, frags, room = opened
         columns, state = columns_of(share, sizes, thread, self.tile.tile_m), self.walk.state()
         context = WalkContext(
@@ -221,12 +223,9 @@ class DecodeSm90:
         else:
             partials = partials_of(memory, sizes, self.width_v)
             store_share(view, partials, state, share, columns, sizes, (first, writes), factors[0])
-            if cutlass.const_expr(self.fused):
-                rows = Int64(sizes.batch) * sizes.heads_kv * sizes.rows
-                counters = cute.recast_ptr(memory.iterator + rows * (self.width_v + 2) * sizes.splits, dtype=Int32)
-                tile = (share.batch * sizes.heads_kv + share.head) * sizes.tiles + share.row_start // self.tile.tile_m
-                counter = cute.make_tensor(counters + tile, cute.make_layout(1))
-                if is_last(counter, sizes.splits, room.stats[None, 0], thread) != 0:
+            if sizes.fused != 0:
+                tile = self.shares.tile_of(share, sizes)
+                if is_last(counters, tile, sizes.splits, room.stats[None, 0], thread) != 0:
                     merge_rows(partials, out, lse, share, sizes, (self.tile.tile_m, thread))
 
 
@@ -253,11 +252,12 @@ class BoundedDecodeSm90(DecodeSm90):
         right: Int32,
         softcap: Float32,
         memory: cute.Tensor,
+        counters: cute.Tensor,
         stream,
     ):
         tables = cache_seqlens, page_table, cache_batch_idx
         numbers = splits, split_keys, (scale, left, right, softcap)
-        self.launch((q, k, v, out, lse), tables, (k_new, v_new), numbers, memory, stream)
+        self.launch((q, k, v, out, lse), tables, (k_new, v_new), numbers, (memory, counters), stream)
 
 
 def compile_decode(plan: Plan, dtype: type, options: str = ""):

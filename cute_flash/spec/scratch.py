@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ScratchRule:
-    """float32 elements for a call: so many a query row, rows counted in whole tiles, and so many a tile."""
+    """float32 elements for a call: so many a query row, rows counted in whole tiles, and so many a tile; and so many
+    counters for a launch."""
 
     tile_m: int
     floats_per_row: int
     floats_per_tile: int = 0
+    counters: int = 0
 
     def elements(self, batch: int, heads_q: int, seqlen_q: int) -> int:
         tiles = batch * heads_q * -(-seqlen_q // self.tile_m)

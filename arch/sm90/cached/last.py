@@ -14,15 +14,15 @@ LANES = 32
 
 
 @cute.jit
-def is_last(counter: cute.Tensor, splits: Int32, word: cute.Tensor, thread: Int32) -> Int32:
-    """By all MMA threads; the counter, zero before, is zero again after the last. `word`: of shared memory."""
+def is_last(counters: cute.Tensor, tile: Int32, splits: Int32, word: cute.Tensor, thread: Int32) -> Int32:
+    """By all MMA threads; the tile's counter, zero before, is zero again after the last. `word`: of shared memory."""
     meet()
     if thread == 0:
         cute.arch.fence_acq_rel_gpu()  # what all threads of the CTA wrote before they met
-        number = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+        number = cute.arch.atomic_add(counters.iterator + tile, Int32(1), sem="relaxed", scope="gpu")
         cute.arch.fence_acq_rel_gpu()
         if number == splits - 1:
-            counter[0] = Int32(0)
+            counters[tile] = Int32(0)
         word[0] = Float32(cutlass.select_(number == splits - 1, Float32(1.0), Float32(0.0)))
     meet()
     return Int32(word[0] != 0.0)

@@ -7,6 +7,7 @@ from ..tiles import SMEM_LIMIT, width
 TILE_M, TILE_N = 64, 64  # query rows at most, a multiple of 8; keys of a step, which are wgmma's 64 rows
 SMEM_OF_TWO = 115_712  # bytes a CTA may take where two share an SM: half of 228 KB, less the 1 KB that each costs
 BARRIERS = 1024  # bytes kept for them
+MERGED_TILES = 128  # query tiles at most whose last CTA merges: more have no part of a launch's counters
 STATS = 2048  # for the warps' maxima, and for where Q may start
 
 
