@@ -10,7 +10,7 @@ from cute_flash.spec.problem import BACKWARD, CACHE, DENSE, FORWARD, PACKED, Pro
 from cute_flash.spec.scratch import ScratchRule, TableRule
 
 from . import support, tiles
-from .cached.tiles import MERGED_TILES, cache_tile, width_v
+from .cached.tiles import cache_tile, width_v
 
 ARCH = "sm_90a"
 
@@ -92,8 +92,7 @@ class Sm90Backend:
         if plan.direction == BACKWARD:
             return tiles.backward_scratch(plan)
         if plan.form == CACHE:
-            # of each share: O, then a row's maximum and total
-            return ScratchRule(1, plan.head_dim_v + 2, counters=MERGED_TILES)
+            return ScratchRule(1, plan.head_dim_v + 2)  # of each share: O, then a row's maximum and total
         return tiles.TABLE if plan.form == PACKED else None
 
     def pack(self, plan: Plan) -> Plan | None:

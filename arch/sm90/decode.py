@@ -18,13 +18,13 @@ from cute_flash.spec.plan import Plan
 from ..common.numeric import LOG2_E
 from .cached.append import launch_append
 from .cached.epilogue import store_lse, store_rows, store_share
-from .cached.last import is_last, merge_rows
 from .cached.load import Loads, Pages, box_copy, boxes_of, load_dense, load_paged, open_pages, policy_of
 from .cached.memory import CacheLayouts, box_layout, cache_layouts, cache_storage
 from .cached.merge import launch_merge
 from .cached.operands import compile_cache
 from .cached.pipeline import MMA_WARPS, THREADS, open_rings
 from .cached.shares import CacheSizes, Share, Shares, columns_of, partials_of, sizes_of
+from .cached.tiles import ctas_asked
 from .cached.walk import Room, Walk, WalkContext, first_key, output_view
 from .load import TmaSource
 
@@ -39,12 +39,10 @@ class CacheSources(NamedTuple):
 class DecodeSm90:
     """One Plan's kernels. Everything read here comes from the Plan."""
 
-    min_blocks = 0
-
     def __init__(self, plan: Plan, dtype: type):
         self.tile, self.dtype, self.softcap, self.page_size = plan.tile, dtype, plan.softcap, plan.page_size
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
-        self.appends = plan.appends
+        self.appends, self.ctas_asked = plan.appends, ctas_asked(plan.tile)
         self.boxes = boxes_of(plan.page_size, plan.tile.tile_n)
         self.shares, self.walk = Shares(plan), Walk(plan, dtype)
 
@@ -65,18 +63,16 @@ class DecodeSm90:
         split_keys: Int32,
         scale: Float32,
         memory: cute.Tensor,  # scratch, float32; nothing where splits is 1
-        counters: cute.Tensor,  # Int32, likewise
         stream,
     ):
         tables = cache_seqlens, page_table, cache_batch_idx
         numbers = splits, split_keys, (scale, None, None, None)
-        self.launch((q, k, v, out, lse), tables, (k_new, v_new), numbers, (memory, counters), stream)
+        self.launch((q, k, v, out, lse), tables, (k_new, v_new), numbers, memory, stream)
 
     @cute.jit
-    def launch(self, tensors: tuple, tables: tuple, new: tuple, numbers: tuple, scratch: tuple, stream):
-        """`numbers`: (splits, split_keys, (scale, left, right, softcap)), the last three None in a plain Plan.
-        `scratch`: (memory, counters)."""
-        (q, k, v, out, lse), (memory, counters) = tensors, scratch
+    def launch(self, tensors: tuple, tables: tuple, new: tuple, numbers: tuple, memory: cute.Tensor, stream):
+        """`numbers`: (splits, split_keys, (scale, left, right, softcap)), the last three None in a plain Plan."""
+        q, k, v, out, lse = tensors
         splits, split_keys, (scale, left, right, softcap) = numbers
         layouts = cache_layouts(self.tile, self.width_qk, self.width_v, self.dtype)
         load, keys = cpasync.CopyBulkTensorTileG2SOp(), self.boxes.rows
@@ -100,7 +96,6 @@ class DecodeSm90:
             appended=new[0].shape[1] if cutlass.const_expr(self.appends) else Int32(0),
             splits=splits,
             split_keys=split_keys,
-            fused=self.shares.fused(q, k, split_keys, counters),
             policy=policy_of(Int64(q.shape[0]) * capacity * k.shape[2] * (2 * (k.shape[3] + v.shape[3]))),
             left=left,
             right=right,
@@ -110,15 +105,15 @@ class DecodeSm90:
         scale_log2, cap_factor = scale * LOG2_E, None
         if cutlass.const_expr(self.softcap):
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
-        results, factors = (out, lse, memory, counters), (scale_log2, cap_factor)
+        results, factors = (out, lse, memory), (scale_log2, cap_factor)
         self.kernel(sources, q, tables, results, factors, sizes, layouts).launch(
             grid=(self.shares.count(sizes), 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
             use_pdl=self.appends,
-            min_blocks_per_mp=self.min_blocks,
+            min_blocks_per_mp=self.ctas_asked,
         )
-        if (splits > 1) & (sizes.fused == 0):
+        if splits > 1:
             launch_merge(partials_of(memory, sizes, self.width_v), out, lse, sizes, self.width_v, stream)
 
     @cute.kernel
@@ -127,7 +122,7 @@ class DecodeSm90:
         sources: CacheSources,
         q: cute.Tensor,
         tables: tuple,
-        results: tuple,  # (out, lse, memory, counters)
+        results: tuple,  # (out, lse, memory)
         factors: tuple,  # (scale_log2, cap_factor)
         sizes: CacheSizes,
         layouts: CacheLayouts,
@@ -201,7 +196,7 @@ class DecodeSm90:
         sizes: CacheSizes,
         thread: Int32,
     ):
-        out, lse, memory, counters = results
+        out, lse, memory = results
         pipes, frags, room = opened
         columns, state = columns_of(share, sizes, thread, self.tile.tile_m), self.walk.state()
         context = WalkContext(
@@ -223,10 +218,6 @@ class DecodeSm90:
         else:
             partials = partials_of(memory, sizes, self.width_v)
             store_share(view, partials, state, share, columns, sizes, (first, writes), factors[0])
-            if sizes.fused != 0:
-                tile = self.shares.tile_of(share, sizes)
-                if is_last(counters, tile, sizes.splits, room.stats[None, 0], thread) != 0:
-                    merge_rows(partials, out, lse, share, sizes, (self.tile.tile_m, thread))
 
 
 class BoundedDecodeSm90(DecodeSm90):
@@ -252,12 +243,11 @@ class BoundedDecodeSm90(DecodeSm90):
         right: Int32,
         softcap: Float32,
         memory: cute.Tensor,
-        counters: cute.Tensor,
         stream,
     ):
         tables = cache_seqlens, page_table, cache_batch_idx
         numbers = splits, split_keys, (scale, left, right, softcap)
-        self.launch((q, k, v, out, lse), tables, (k_new, v_new), numbers, (memory, counters), stream)
+        self.launch((q, k, v, out, lse), tables, (k_new, v_new), numbers, memory, stream)
 
 
 def compile_decode(plan: Plan, dtype: type, options: str = ""):

@@ -12,7 +12,7 @@ from ..spec.errors import UnsupportedError
 from ..spec.problem import CACHE, CACHE_FEW, Problem
 from ..spec.scratch import ScratchRule
 from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
-from . import counters, dispatch, launch, ops, report, request
+from . import dispatch, launch, ops, report, request
 from .dispatch import Decision
 from .request import ROW_BYTES, Options, alignment_faults
 
@@ -230,8 +230,8 @@ class CacheCall:
     """One kind of call, ready."""
 
     __slots__ = (
-        "_aligns", "_allocate", "_counters", "_heads_kv", "_kernel", "_nothing", "_options", "_rows", "_scratch",
-        "_sharing", "_tile_m", "_uncounted", "anywhere", "scale",
+        "_aligns", "_allocate", "_heads_kv", "_kernel", "_nothing", "_options", "_rows", "_scratch", "_sharing",
+        "_tile_m", "anywhere", "scale",
     )  # fmt: skip
 
     def __init__(self, problem: Problem, q: torch.Tensor, options: Options) -> None:
@@ -249,9 +249,7 @@ class CacheCall:
         self._aligns = decision.backend.row_alignment > 0
         scratch = decision.backend.scratch(decision.plan)
         self._scratch = scratch if isinstance(scratch, ScratchRule) else None
-        words = self._scratch.counters if self._scratch else 0
-        self._counters = counters.counter_for(q.device, words) if words else None
-        self._nothing, self._uncounted = q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=_int32)
+        self._nothing = q.new_empty(0, dtype=torch.float32)
         self.scale = request.default_scale(problem.head_dim)
 
     def __call__(
@@ -278,8 +276,6 @@ class CacheCall:
                 elements = splits * self._scratch.elements(batch, q.shape[2], seqlen_q)
                 memory = memory.new_empty(elements)
             operands += (memory,)
-            if self._counters is not None:
-                operands += (self._counters() if splits > 1 else self._uncounted,)
         try:
             self._kernel(*operands)
         except ValueError as objection:

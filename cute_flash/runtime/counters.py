@@ -1,7 +1,6 @@
-"""Counters for kernels whose CTAs draw their tiles, or count who is last: zero between launches, a row of them for each
-that may run beside another.
+"""Counters for kernels whose CTAs draw their tiles: zero between launches, one for each that may run beside another.
 
-Launches on one stream follow each other, so a stream has one row, which every launch leaves at zero. A captured
+Launches on one stream follow each other, so a stream has one counter, which every launch leaves at zero. A captured
 launch gets one of its own: its graph may be replayed beside anything. A stream made outside PyTorch may be destroyed
 while its work still runs, and its handle given to the next, so that a launch there gets a fresh zero instead.
 """
@@ -12,17 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-SLAB = 4096  # rows of counters made at a time
+SLAB = 4096  # counters made at a time
 
 Counter = Callable[[], torch.Tensor]
 
 
 class Counters:
-    """Of one CUDA device and one length of a row."""
+    """Of one CUDA device."""
 
-    def __init__(self, device: torch.device, words: int) -> None:
-        self.device, self.words = device, words
-        self.of_stream: dict[int, torch.Tensor] = {}  # cudaStream_t -> (words,) int32; so below
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.of_stream: dict[int, torch.Tensor] = {}  # cudaStream_t -> counter
         self.captured: list[torch.Tensor] = []  # kept for as long as a graph may run
         self.low = False  # captures took half a slab: more are to be made outside one
         self._lock = threading.Lock()
@@ -40,9 +39,9 @@ class Counters:
     def _zeros(self) -> list[torch.Tensor]:
         aside = torch.cuda.Stream(self.device)  # waiting for the zeros must not be waiting for what the caller queued
         with torch.cuda.stream(aside):
-            zeros = torch.zeros(SLAB * self.words, dtype=torch.int32, device=self.device)
+            zeros = torch.zeros(SLAB, dtype=torch.int32, device=self.device)
         aside.synchronize()
-        return list(zeros.split(self.words))
+        return list(zeros.split(1))
 
     def top_up(self) -> None:
         with self._lock:
@@ -68,27 +67,27 @@ class Counters:
             return self.of_stream.setdefault(handle, self._slab.pop())
 
     def _zero(self) -> torch.Tensor:
-        return torch.zeros(self.words, dtype=torch.int32, device=self.device)
+        return torch.zeros(1, dtype=torch.int32, device=self.device)
 
 
-_devices: dict[tuple[int, int], Counters] = {}  # by the device's index and the words of a row
+_devices: dict[int, Counters] = {}
 _making = threading.Lock()
 
 
-def _counters(device: torch.device, words: int) -> Counters:
+def _counters(device: torch.device) -> Counters:
     with _making:
-        found = _devices.get((device.index, words))
+        found = _devices.get(device.index)
         if found is None:
             with torch.cuda.device(device):
-                found = _devices[device.index, words] = Counters(device, words)
+                found = _devices[device.index] = Counters(device)
         return found
 
 
-def counter_for(device: torch.device, words: int = 1) -> Counter:
-    """() -> the counters, (words,) int32 and zero, of a launch on the current stream of the device."""
+def counter_for(device: torch.device) -> Counter:
+    """() -> the counter, (1,) int32 and zero, of a launch on the current stream of the device."""
     if device.type != "cuda":
-        return lambda: torch.zeros(words, dtype=torch.int32, device=device)
-    counters, index = _counters(device, words), device.index
+        return lambda: torch.zeros(1, dtype=torch.int32, device=device)
+    counters, index = _counters(device), device.index
     current, capturing = torch._C._cuda_getDevice, torch._C._cuda_isCurrentStreamCapturing
     handle = torch._C._cuda_getCurrentRawStream
     of_stream = counters.of_stream

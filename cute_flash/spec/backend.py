@@ -64,9 +64,7 @@ and a third one of the same kind for calls whose rows, of all query heads of a g
 `pack`); `splits` may be 1 there.
 
 A backward may want scratch (see `scratch`): its kernel takes (elements,) float32, as it comes, as the last operand. So
-may a cache's, so many elements for each of its splits, and none where splits is 1. Where its rule has counters, they
-are the last operand: (counters,) int32, zero before and after, given to no other launch that may run at the same time;
-none where splits is 1.
+may a cache's, so many elements for each of its splits, and none where splits is 1.
 
 lse is None where Plan.lse is False, dlse where Plan.lse_grad is False. The office never calls a kernel with an empty
 batch, head or sequence dimension, and hands over tensors that keep the backend's `row_alignment`.

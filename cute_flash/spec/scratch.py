@@ -16,8 +16,7 @@ class TableRule:
 
 @dataclass(frozen=True)
 class ScratchRule:
-    """float32 elements for a call: so many a query row, rows counted in whole tiles, and so many a tile; and
-    so many counters for a launch.
+    """float32 elements for a call: so many a query row, rows counted in whole tiles, and so many a tile.
 
     Of packed sequences, every sequence and what follows the last have a tile more, and a table comes before them all.
     """
@@ -27,7 +26,6 @@ class ScratchRule:
     floats_per_tile: int = 0
     table: TableRule | None = None
     table_align: int = 1  # elements
-    counters: int = 0
 
     def elements(self, batch: int, heads_q: int, seqlen_q: int, sequences: int = 0) -> int:
         tiles, before = -(-seqlen_q // self.tile_m), 0

@@ -1,14 +1,11 @@
-"""Kernels whose CTAs draw their tiles or count who is last, beside each other: no two that may overlap share a counter,
-all leave zero."""
+"""Kernels whose CTAs draw their tiles, beside each other: no two that may overlap share a counter, all leave zero."""
 
 import pytest
 import torch
 
 import cute_flash
-from cute_flash.arch.sm90.cached.tiles import MERGED_TILES
 from cute_flash.runtime import counters
 from tests import cases
-from tests.cached import CacheCase, make_inputs
 from tests.cases import Case
 from tests.device.gpu import BACKENDS, DEVICE
 
@@ -31,7 +28,7 @@ def drawn():
     torch.cuda.synchronize()
     yield every, expected
     torch.cuda.synchronize()
-    made = counters._devices[torch.cuda.current_device(), 1]
+    made = counters._devices[torch.cuda.current_device()]
     assert made.of_stream
     assert not any(counter.item() for counter in (*made.of_stream.values(), *made.captured))
 
@@ -84,49 +81,3 @@ def test_foreign_stream(drawn):
     with torch.cuda.stream(foreign):
         outs = run(every)
     assert same(outs, expected)
-
-
-@pytest.fixture
-def shared():
-    """Caches whose keys are shared out, uneven ones and pages too: CTAs count who of a query tile is last."""
-    shapes = [((4096,), 0), ((9000, 1, 500), 0), ((4000, 100), 16), ((1024,) * 4, 64)]
-    every = []
-    for lens, page_size in shapes:
-        case = CacheCase(lens, 1, 32, 8, 128, 128, capacity=9024, page_size=page_size, dtype="bfloat16")
-        every.append(make_inputs(case).to(DEVICE))
-    expected = attend(every)
-    torch.cuda.synchronize()
-    yield every, expected
-    torch.cuda.synchronize()
-    made = counters._devices[torch.cuda.current_device(), MERGED_TILES]
-    assert made.of_stream
-    assert not any(bool(row.any()) for row in (*made.of_stream.values(), *made.captured))
-
-
-def attend(every):
-    return [cute_flash.attention_kvcache(*inputs.qkv, **inputs.tables, backend="sm90") for inputs in every]
-
-
-def test_caches_on_streams_at_once(shared):
-    every, expected = shared
-    streams, outs = [torch.cuda.Stream() for _ in range(3)], []
-    for _ in range(REPEATS):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                outs.append(attend(every))
-    assert all(same(each, expected) for each in outs)
-
-
-def test_graphs_of_caches_beside_eager_calls(shared):
-    every, expected = shared
-    graphs, captured = [torch.cuda.CUDAGraph() for _ in range(2)], []
-    for graph in graphs:
-        with torch.cuda.graph(graph):
-            captured.append(attend(every) + attend(every))
-    streams = [torch.cuda.Stream() for _ in graphs]
-    for _ in range(REPEATS):
-        for graph, stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-        assert same(attend(every), expected)
-        assert all(same(each, expected + expected) for each in captured)

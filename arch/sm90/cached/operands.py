@@ -15,7 +15,7 @@ from ...common.operands import DTYPES
 
 def compile_cache(kernel: Callable[..., Any], plan: Plan, options: str = ""):
     """kernel(q, k, v, out, lse, cache_seqlens, page_table, cache_batch_idx, k_new, v_new, splits, split_keys, scale
-    [, left, right, softcap], scratch, counters, stream), compiled to a TVM-FFI function."""
+    [, left, right, softcap], scratch, stream), compiled to a TVM-FFI function."""
     dtype = DTYPES[plan.dtype]
     batch, seqlen_q, heads_q, heads_kv, head_dim, head_dim_v = (cute.sym_int() for _ in range(6))
     cache_rows, length, pages, new_keys = (cute.sym_int() for _ in range(4))
@@ -57,7 +57,6 @@ def compile_cache(kernel: Callable[..., Any], plan: Plan, options: str = ""):
             cutlass.Float32(1.0),
             *(() if plan.plain else (cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(0.0))),
             make_fake_tensor(cutlass.Float32, (cute.sym_int64(),), (1,), assumed_align=16),
-            make_fake_tensor(cutlass.Int32, (cute.sym_int(),), (1,), assumed_align=4),
             make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --gpu-arch {plan.arch} {options}",
         )

@@ -38,7 +38,6 @@ class CacheSizes(NamedTuple):
     cache_rows: Int32  # or pages
     splits: Int32
     split_keys: Int32  # 0: equal shares
-    fused: Int32  # does the last CTA of a query tile merge? Else a second kernel
     policy: Int64  # of L2, for K and V
     by: Divisors
     left: Int32 | None = None  # of a window
@@ -127,17 +126,6 @@ class Shares:
         rest, m_block = divmod(rest, sizes.by.tiles)
         batch, split = divmod(rest, sizes.by.splits)
         return Place(batch, head, split, m_block * self.tile.tile_m)
-
-    def fused(self, q: cute.Tensor, k: cute.Tensor, split_keys: Int32, counters: cute.Tensor) -> Int32:
-        """On the host. Batch-invariant shares are summed in one way, however many query tiles there are."""
-        rows, tile_m = q.shape[1] * (q.shape[2] // k.shape[2]), self.tile.tile_m
-        tiles = Int64(q.shape[0]) * k.shape[2] * ((rows + tile_m - 1) // tile_m)
-        fits = (split_keys == 0) & (tiles <= counters.shape[0])
-        return Int32(cutlass.select_(fits, Int32(1), Int32(0)))
-
-    def tile_of(self, share: Share, sizes: CacheSizes) -> Int32:
-        """Number of the query tile among all."""
-        return (share.batch * sizes.heads_kv + share.head) * sizes.tiles + share.row_start // self.tile.tile_m
 
     @property
     def early(self) -> bool:
