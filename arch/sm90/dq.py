@@ -24,7 +24,7 @@ from .epilogue import store_direct
 from .grad.load import Sources, fetch, prefetch_descriptors, sources_of, tile_copy
 from .grad.memory import RowLayouts, rooms_of, row_layouts, storage_of, transposed
 from .grad.mma import as_operand, issue
-from .grad.pipeline import BackwardPipelines, open_backward, row_states
+from .grad.pipeline import BackwardPipelines, as_words, hold, open_backward, row_states
 from .grad.queue import UnitRing, announce, draw, open_units, receive, unit_states
 from .grad.schedule import backward_schedule
 from .grad.weights import capped_weights
@@ -65,7 +65,7 @@ class QueryGradientsSm90:
         self.tile, self.value_tile_m, self.max_ctas = DQ_TILE, plan.tile.tile_m, plan.ctas
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
-        self.dtype = dtype
+        self.dtype, self.holds = dtype, plan.tile.ahead > 0
         self.schedule = backward_schedule(self.tile.tile_m // ROWS_PER_WARPGROUP)
 
     def scores_mma(self) -> cute.TiledMma:
@@ -258,6 +258,8 @@ class QueryGradientsSm90:
             issue(self.scores_mma(), context.dp, context.do[None, None, None, 0], v, False)
             warpgroup.wait_group(1)
             self.form_weights(context, place, at, tiles)
+            if cutlass.const_expr(self.holds):
+                hold(as_words(context.s), cute.size(context.s))
             warpgroup.wait_group(0)
             if at == tiles.first:
                 pipes.q.consumer_release(q_state)

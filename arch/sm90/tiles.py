@@ -294,8 +294,17 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
         return (replace(plan, tile=tile, variant=APART, deterministic=True),)
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
+        return tuple(replace(plan, tile=replace(plan.tile, ahead=1, late=late)) for late in (False, True))
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
         return replace(plan, tile=Tile(64, 64, stages=2)), *others
+    tile, all_of = plan.tile, plan.tile.tile_m // 2
+    if tile.tile_m == 128:
+        kinds = [{"halves": True}, *({"ahead": n} for n in (24, 32, 48, 64)), {"halves": True, "ahead": 32}]
+    else:
+        kinds = [{"late": True}, {"ahead": all_of}, *({"late": True, "ahead": n} for n in (all_of // 2, all_of))]
+        if tile.tile_m == 64:
+            kinds.append({"late": True, "ahead": all_of, "triples": True})
+    return tuple(replace(plan, tile=replace(tile, **kind)) for kind in kinds)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
     if plan.head_dim == plan.head_dim_v == 128 and plan.plain:
         rows = (64, TALL_TILE.tile_m)
