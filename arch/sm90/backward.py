@@ -53,7 +53,7 @@ from .grad.weights import (
     weights_and_gradients,
 )
 from .pipeline import wait_full
-from .schedule import WARPGROUP
+from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
 from .tiles import ALTERNATE, APART, dq_width
 
 
@@ -128,7 +128,7 @@ class BackwardSm90(PlainEntry):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
         zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, unit_count(sizes, tile))
         self.launch_keys((q, k, v, do), (zeroing, dk, dv), (scale, factors), sizes, stream)
-        shape = (tile.tile_m, self.mmas.dq_columns)
+        shape = (tile.tile_m, self.mmas.dq_columns, tile.votes)
         convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
         )
@@ -307,7 +307,57 @@ class BackwardSm90(PlainEntry):
 
     @cute.jit
     def step(self, context: MmaContext, states: tuple, turn: tuple, masked, last):
-        """One query tile. `turn`: (tile, first key); after the `last` one K and V are given back.
+        """One query tile. `turn`: (tile, first key); after the `last` one K and V are given back."""
+        if cutlass.const_expr(self.tile.skips):
+            if self.hides(context, turn):
+                self.step_over(context, states, last)
+            else:
+                self.step_through(context, states, turn, masked, last)
+        else:
+            self.step_through(context, states, turn, masked, last)
+
+    def hides(self, context: MmaContext, turn: tuple):
+        """Does the diagonal hide all keys of the warpgroup from all rows of a query tile?"""
+        at, key_start = turn
+        seqlen_q, seqlen_k = context.seqlens
+        last_seen = (at + 1) * self.tile.tile_m - 1 + seqlen_k - seqlen_q
+        return key_start + context.group * ROWS_PER_WARPGROUP > last_seen
+
+    @cute.jit
+    def step_over(self, context: MmaContext, states: tuple, last):
+        """A query tile that sees none of the warpgroup's keys: nothing but the tile's dQ of the other's."""
+        pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
+        kv_state, q_state, do_state = states
+        ds_slot = q_state.index
+        wait_full(pipes.q, q_state)
+        acc.ds_packed.fill(0)
+        self.store_ds(acc, context.rooms.ds[None, None, ds_slot], thread)
+        cute.arch.fence_view_async_shared()
+        ds, k_columns = ops.ds[None, None, None, ds_slot], ops.k_columns[None, None, None, 0]
+        if cutlass.const_expr(self.alternate):
+            if context.group == ds_slot:
+                cute.arch.barrier(barrier_id=DS_STORED + ds_slot, number_of_threads=self.schedule.mma_threads)
+                issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
+                warpgroup.wait_group(0)
+                hand_over_dq(acc.dq, context.s_dq, Int32(0), thread)
+            else:
+                cute.arch.barrier_arrive(barrier_id=DS_STORED + ds_slot, number_of_threads=self.schedule.mma_threads)
+        else:
+            cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
+            factors = (k_columns, ds) if cutlass.const_expr(self.mmas.dq_transposed) else (ds, k_columns)
+            issue(self.mmas.dq(), acc.dq, *factors, False)
+            warpgroup.wait_group(0)
+            hand_over_dq(acc.dq, context.s_dq, context.group, thread)
+        wait_full(pipes.do, do_state)
+        if last:
+            pipes.v.consumer_release(kv_state)
+            pipes.k.consumer_release(kv_state)
+        pipes.do.consumer_release(do_state)
+        pipes.q.consumer_release(q_state)
+
+    @cute.jit
+    def step_through(self, context: MmaContext, states: tuple, turn: tuple, masked, last):
+        """See step.
 
         P is formed under dP, and dQ leaves under dK. dV is issued when dS is done: before, its matmuls would stand in
         the way of dS in the warp's order while the tensor cores work for another warpgroup.

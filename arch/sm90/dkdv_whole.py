@@ -46,8 +46,21 @@ class WholeKeyGradientsSm90(BackwardSm90):
         return make_key_accumulators(self.mmas)
 
     @cute.jit
-    def step(self, context: MmaContext, states: tuple, turn: tuple, masked, last):
-        """One query tile. `turn`: (tile, first key); after the `last` one K and V are given back."""
+    def step_over(self, context: MmaContext, states: tuple, last):
+        """A query tile that sees none of the warpgroup's keys."""
+        pipes = context.pipes
+        kv_state, q_state, do_state = states
+        wait_full(pipes.q, q_state)
+        wait_full(pipes.do, do_state)
+        if last:
+            pipes.k.consumer_release(kv_state)
+            pipes.v.consumer_release(kv_state)
+        pipes.do.consumer_release(do_state)
+        pipes.q.consumer_release(q_state)
+
+    @cute.jit
+    def step_through(self, context: MmaContext, states: tuple, turn: tuple, masked, last):
+        """See step."""
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
         kv_state, q_state, do_state = states
         rows = cute.local_tile(context.s_rows[None, q_state.index], (self.tile.tile_m,), (None,))  # (tile_m, 2)

@@ -294,16 +294,20 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
         return (replace(plan, tile=tile, variant=APART, deterministic=True),)
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
-        return tuple(replace(plan, tile=replace(plan.tile, ahead=1, late=late)) for late in (False, True))
+        kinds = [{"ahead": 1}, {"ahead": 1, "late": True}]
+        kinds += [{"skips": True}, {"ahead": 1, "skips": True}] if plan.mask.causal else []
+        return tuple(replace(plan, tile=replace(plan.tile, **kind)) for kind in kinds)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
         return replace(plan, tile=Tile(64, 64, stages=2)), *others
     tile, all_of = plan.tile, plan.tile.tile_m // 2
+    held = {"late": True, "ahead": all_of}
     if tile.tile_m == 128:
         kinds = [{"halves": True}, *({"ahead": n} for n in (24, 32, 48, 64)), {"halves": True, "ahead": 32}]
+        kinds.append({"ahead": 32, "votes": True})
     else:
-        kinds = [{"late": True}, {"ahead": all_of}, *({"late": True, "ahead": n} for n in (all_of // 2, all_of))]
-        if tile.tile_m == 64:
-            kinds.append({"late": True, "ahead": all_of, "triples": True})
+        kinds = [{"late": True}, {"ahead": all_of}, {"late": True, "ahead": all_of // 2}, held, held | {"votes": True}]
+        kinds += [held | {"triples": True}] if tile.tile_m == 64 else []
+        kinds += [held | {"skips": True}] if plan.mask.causal else []
     return tuple(replace(plan, tile=replace(tile, **kind)) for kind in kinds)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
     if plan.head_dim == plan.head_dim_v == 128 and plan.plain:
