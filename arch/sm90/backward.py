@@ -49,6 +49,7 @@ from .grad.weights import (
     exponentials,
     probabilities,
     score_gradients,
+    start_from,
     store_packed,
     weights_and_gradients,
 )
@@ -82,7 +83,7 @@ class BackwardSm90(PlainEntry):
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
         self.mask, self.softcap = plan.mask, plan.softcap
-        self.dtype = dtype
+        self.dtype, self.biased = dtype, plan.tile.warps == 1
         self.alternate = plan.variant == ALTERNATE
         # are parts of dQ added in a fixed order? Then units are walked so that few wait: see unit_of
         self.in_turn = plan.deterministic and plan.variant != APART
@@ -369,8 +370,10 @@ class BackwardSm90(PlainEntry):
         q, do = ops.q[None, None, None, q_state.index], ops.do[None, None, None, do_state.index]
         issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], q, False)
         lse = self.values_of(rows[None, 0], thread, self.tile.late or self.tile.halves)
+        if cutlass.const_expr(self.biased):
+            start_from(acc.dp, by_columns(rows[None, 1], thread, self.tile.tile_m))
         wait_full(pipes.do, do_state)
-        issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], do, False)
+        issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], do, self.biased)
         warpgroup.wait_group(1)
         if masked:
             at, key_start = turn
@@ -386,7 +389,7 @@ class BackwardSm90(PlainEntry):
             probabilities(acc.s, acc.p_packed, lse, context.factors[0], self.dtype)
         if cutlass.const_expr(self.tile.ahead > 0):
             hold(formed, count)
-        delta = self.values_of(rows[None, 1], thread, self.tile.late)
+        delta = None if self.biased else self.values_of(rows[None, 1], thread, self.tile.late)
         warpgroup.wait_group(0)
         if last:
             pipes.v.consumer_release(kv_state)

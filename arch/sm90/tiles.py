@@ -303,9 +303,10 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     held = {"late": True, "ahead": all_of}
     if tile.tile_m == 128:
         kinds = [{"halves": True}, *({"ahead": n} for n in (24, 32, 48, 64)), {"halves": True, "ahead": 32}]
-        kinds.append({"ahead": 32, "votes": True})
+        kinds += [{"ahead": 32, "votes": True}, {"ahead": 32, "warps": 1}]
     else:
         kinds = [{"late": True}, {"ahead": all_of}, {"late": True, "ahead": all_of // 2}, held, held | {"votes": True}]
+        kinds += [held | {"warps": 1}]
         kinds += [held | {"triples": True}] if tile.tile_m == 64 else []
         kinds += [held | {"skips": True}] if plan.mask.causal else []
     return tuple(replace(plan, tile=replace(tile, **kind)) for kind in kinds)
