@@ -33,6 +33,13 @@ def _row_bytes(sizes: Sizes, widths: tuple[int, int]) -> Int32:
     return rows * (widths[0] * 6 + widths[1] * 2)
 
 
+def _section_bytes(sizes: Sizes, tile, widths: tuple[int, int]) -> Int32:
+    head_bytes = _row_bytes(sizes, widths)
+    if tile.warps:
+        head_bytes = cutlass.min(head_bytes, (1 << 30) // (32 // tile.warps)) * (32 // tile.warps)
+    return head_bytes
+
+
 def _in_sections(mask, in_turn: bool) -> bool:
     """Are key tiles taken from many heads by turns? Causal, so that lengths mix. Who adds in turn then seldom follows
     close behind another; under a window nobody does."""
@@ -52,7 +59,7 @@ def ahead_of(
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     distance = blocks
     if cutlass.const_expr(_in_sections(mask, in_turn)):
-        distance = blocks * section_width(sizes.heads_kv * sizes.batch, _row_bytes(sizes, widths))
+        distance = blocks * section_width(sizes.heads_kv * sizes.batch, _section_bytes(sizes, tile, widths))
     return Ahead(distance, blocks, sizes.heads_q // sizes.heads_kv)
 
 
@@ -77,7 +84,7 @@ def unit_of(
     group, way = sizes.heads_q // sizes.heads_kv, Int32(-1 if in_turn else 1)
     if cutlass.const_expr(_in_sections(mask, in_turn)):
         # the first keys are seen by most query tiles and start first, within as many heads as keep Q, dO, dQ in L2
-        rows, head_bytes = sizes.heads_kv * sizes.batch, _row_bytes(sizes, widths)
+        rows, head_bytes = sizes.heads_kv * sizes.batch, _section_bytes(sizes, tile, widths)
         work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, head_bytes, Int32(1))
         key_block = blocks - 1 - work.m_block
         if cutlass.const_expr(in_turn and mask.causal):

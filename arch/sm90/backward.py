@@ -49,7 +49,6 @@ from .grad.weights import (
     exponentials,
     probabilities,
     score_gradients,
-    start_from,
     store_packed,
     weights_and_gradients,
 )
@@ -83,7 +82,7 @@ class BackwardSm90(PlainEntry):
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
         self.mask, self.softcap = plan.mask, plan.softcap
-        self.dtype, self.biased = dtype, plan.tile.warps == 1
+        self.dtype = dtype
         self.alternate = plan.variant == ALTERNATE
         # are parts of dQ added in a fixed order? Then units are walked so that few wait: see unit_of
         self.in_turn = plan.deterministic and plan.variant != APART
@@ -129,7 +128,7 @@ class BackwardSm90(PlainEntry):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
         zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, unit_count(sizes, tile))
         self.launch_keys((q, k, v, do), (zeroing, dk, dv), (scale, factors), sizes, stream)
-        shape = (tile.tile_m, self.mmas.dq_columns, tile.votes)
+        shape = (tile.tile_m, self.mmas.dq_columns)
         convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
         )
@@ -369,11 +368,9 @@ class BackwardSm90(PlainEntry):
         wait_full(pipes.q, q_state)
         q, do = ops.q[None, None, None, q_state.index], ops.do[None, None, None, do_state.index]
         issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], q, False)
-        lse = self.values_of(rows[None, 0], thread, self.tile.late or self.tile.halves)
-        if cutlass.const_expr(self.biased):
-            start_from(acc.dp, by_columns(rows[None, 1], thread, self.tile.tile_m))
+        lse = self.values_of(rows[None, 0], thread)
         wait_full(pipes.do, do_state)
-        issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], do, self.biased)
+        issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], do, False)
         warpgroup.wait_group(1)
         if masked:
             at, key_start = turn
@@ -389,7 +386,7 @@ class BackwardSm90(PlainEntry):
             probabilities(acc.s, acc.p_packed, lse, context.factors[0], self.dtype)
         if cutlass.const_expr(self.tile.ahead > 0):
             hold(formed, count)
-        delta = None if self.biased else self.values_of(rows[None, 1], thread, self.tile.late)
+        delta = self.values_of(rows[None, 1], thread)
         warpgroup.wait_group(0)
         if last:
             pipes.v.consumer_release(kv_state)
@@ -432,15 +429,15 @@ class BackwardSm90(PlainEntry):
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
 
-    def values_of(self, values: cute.Tensor, thread: Int32, early: bool):
+    def values_of(self, values: cute.Tensor, thread: Int32):
         """LSE or delta of a thread's columns."""
         found = by_columns(values, thread, self.tile.tile_m)
-        return list(found) if early else found
+        return list(found) if self.tile.late else found
 
     def store_ds(self, acc: Accumulators, s_ds: cute.Tensor, thread: Int32):
         """This warpgroup's keys of dS^T. s_ds: (tile_m, tile_n)."""
         by_keys = cute.make_tensor(s_ds.iterator, cute.select(s_ds.layout, mode=[1, 0]))
-        shape, transposed = (self.tile.tile_n, self.tile.tile_m), self.mmas.dq_transposed or self.tile.triples
+        shape, transposed = (self.tile.tile_n, self.tile.tile_m), self.mmas.dq_transposed
         store_packed(acc.ds_packed, by_keys, self.mmas.scores(), shape, thread, transposed)
 
 

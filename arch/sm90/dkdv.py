@@ -92,7 +92,7 @@ class KeyGradientsSm90(BackwardSm90):
         thread, group = context.thread % WARPGROUP, context.group
         columns = tile_m // WARPGROUPS
         rows = cute.local_tile(context.s_rows[None, q_state.index], (columns,), (None,))  # (columns, 2 * warpgroups)
-        lse = self.values_of(rows[None, group], thread, self.tile.late)
+        lse = self.values_of(rows[None, group], thread)
         warpgroup.wait_group(1)
         if masked:
             at, key_start = turn
@@ -104,7 +104,7 @@ class KeyGradientsSm90(BackwardSm90):
             probabilities(acc.s, acc.p_packed, lse, context.factors[0], self.dtype)
         if cutlass.const_expr(self.tile.ahead > 0):
             self.store_weights(acc.p_packed, context.rooms.p[None, None, slot], context.thread)
-        delta = self.values_of(rows[None, WARPGROUPS + group], thread, self.tile.late)
+        delta = self.values_of(rows[None, WARPGROUPS + group], thread)
         warpgroup.wait_group(0)
         score_gradients(acc.s, acc.dp, acc.ds_packed, delta, self.dtype)
         if cutlass.const_expr(self.tile.ahead == 0):

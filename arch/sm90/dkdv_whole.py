@@ -66,7 +66,7 @@ class WholeKeyGradientsSm90(BackwardSm90):
         rows = cute.local_tile(context.s_rows[None, q_state.index], (self.tile.tile_m,), (None,))  # (tile_m, 2)
         wait_full(pipes.q, q_state)
         issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], ops.q[None, None, None, q_state.index], False)
-        lse = self.values_of(rows[None, 0], thread, self.tile.late)
+        lse = self.values_of(rows[None, 0], thread)
         wait_full(pipes.do, do_state)
         self.issue_dp(ops, acc, do_state, 0)
         warpgroup.wait_group(1)
@@ -85,7 +85,7 @@ class WholeKeyGradientsSm90(BackwardSm90):
             hold(formed, cute.size(formed))
         for part in cutlass.range_constexpr(self.mmas.dp_parts):
             mine = cute.local_tile(rows[None, 1], (self.tile.tile_m // self.mmas.dp_parts,), (part,))
-            delta = self.values_of(mine, thread, self.tile.late)
+            delta = self.values_of(mine, thread)
             warpgroup.wait_group(0)
             self.form_gradients(acc, delta, part)
             if cutlass.const_expr(part + 1 < self.mmas.dp_parts):

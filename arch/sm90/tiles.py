@@ -253,11 +253,13 @@ def backward_tile(problem: Problem, plain: bool) -> Tile:
     widths = sum(backward_widths(*dims))
     if wide_backward(problem):
         return WIDE_TILE
-    if tall_backward(problem):
-        return TALL_TILE
     if not fused_backward(*dims):
-        return _apart_tile(widths, plain)
-    return Tile(128 if widths <= 128 and plain else 64, 128, stages=2)
+        return replace(_apart_tile(widths, plain), skips=plain and problem.mask.causal)
+    tile = TALL_TILE if tall_backward(problem) else Tile(128 if widths <= 128 and plain else 64, 128, stages=2)
+    if not plain or tile.tile_m == 128:
+        return tile
+    held = widths == 2 * FUSED_WIDTH and not (problem.short and problem.mask.causal)
+    return replace(tile, late=True, ahead=tile.tile_m // 4 if held else 0)
 
 
 def _apart_tile(widths: int, plain: bool) -> Tile:
@@ -291,25 +293,28 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == WIDE:
         tile = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
+        kinds = [replace(plan.tile, warps=w) for w in (16, 8, 4, 2)] if plan.mask.causal else []
+        return tuple(replace(plan, tile=kind) for kind in kinds)
         return (replace(plan, tile=tile, variant=APART, deterministic=True),)
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
-        kinds = [{"ahead": 1}, {"ahead": 1, "late": True}]
-        kinds += [{"skips": True}, {"ahead": 1, "skips": True}] if plan.mask.causal else []
-        return tuple(replace(plan, tile=replace(plan.tile, **kind)) for kind in kinds)
+        base = Tile(plan.tile.tile_m, plan.tile.tile_n, stages=2)
+        kinds = [{}] if plan.mask.causal else [{"ahead": 1}, {"ahead": 1, "late": True}]
+        kinds += [{"skips": True, "warps": w} for w in (16, 8, 4, 2)] if plan.mask.causal else []
+        return tuple(replace(plan, tile=replace(base, **kind)) for kind in kinds)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
         return replace(plan, tile=Tile(64, 64, stages=2)), *others
-    tile, all_of = plan.tile, plan.tile.tile_m // 2
-    held = {"late": True, "ahead": all_of}
-    if tile.tile_m == 128:
-        kinds = [{"halves": True}, *({"ahead": n} for n in (24, 32, 48, 64)), {"halves": True, "ahead": 32}]
-        kinds += [{"ahead": 32, "votes": True}, {"ahead": 32, "warps": 1}]
-    else:
-        kinds = [{"late": True}, {"ahead": all_of}, {"late": True, "ahead": all_of // 2}, held, held | {"votes": True}]
-        kinds += [held | {"warps": 1}]
-        kinds += [held | {"triples": True}] if tile.tile_m == 64 else []
-        kinds += [held | {"skips": True}] if plan.mask.causal else []
-    return tuple(replace(plan, tile=replace(tile, **kind)) for kind in kinds)
+    tile = plan.tile
+    base = Tile(tile.tile_m, 128, stages=2)
+    kinds = [base]
+    if tile.tile_m < 128:
+        n = 2 if plan.head_dim == 128 else 1
+        kinds += [replace(base, late=True, ahead=k * n * tile.tile_m // 64) for k in (4, 6, 8, 10, 12)]
+        kinds += [replace(base, late=True)]
+    if plan.mask.causal:
+        kinds += [replace(tile, warps=w) for w in (16, 8, 4, 2)]
+        kinds += [replace(tile, warps=8, skips=True)] if tile.tile_m == 64 else []
+    return tuple(replace(plan, tile=kind) for kind in kinds)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
     if plan.head_dim == plan.head_dim_v == 128 and plan.plain:
         rows = (64, TALL_TILE.tile_m)

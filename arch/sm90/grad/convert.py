@@ -19,16 +19,15 @@ def convert_kernel(
     sums: cute.Tensor,  # (tile_m * width_dq, query tiles, heads_q, batch) float32
     dq: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
     scale: Float32,
-    shape: cutlass.Constexpr,  # (tile_m, columns of a part, last first?); a warpgroup of this kernel a part
+    shape: cutlass.Constexpr,  # (tile_m, columns of a part); a warpgroup of this kernel a part
 ):
-    tile_m, columns, backwards = shape
+    tile_m, columns = shape
     turned = tile_m % 64 != 0  # a part holds all rows, transposed; else 64
     registers = (tile_m if turned else 64) * columns // WARPGROUP
     thread, _, _ = cute.arch.thread_idx()
     tile, head, batch = row_tile_of(sums)
-    if cutlass.const_expr(backwards):
-        _, tiles, heads, batches = sums.shape
-        tile, head, batch = tiles - 1 - tile, heads - 1 - head, batches - 1 - batch
+    _, tiles, heads, batches = sums.shape  # the last sums first: they are in L2 yet
+    tile, head, batch = tiles - 1 - tile, heads - 1 - head, batches - 1 - batch
     part, lane = cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP
     start = (sums[None, tile, head, batch].iterator + part * (registers * WARPGROUP)).align(16)
     mine = cute.make_tensor(start, dq_chunks(registers))[None, None, lane]  # (4, registers / 4)

@@ -64,7 +64,7 @@ def backward_layouts(tile: Tile, widths: tuple[int, int, int], dq_columns: int, 
     """`widths`: (width_qk, width_v, width_dq); dq_columns: of a warpgroup's part of dQ."""
     width_qk, width_v, width_dq = widths
     ds = hopper.make_smem_layout_a(LayoutEnum.COL_MAJOR, (tile.tile_m, width_dq, tile.tile_n), dtype, DS_SLOTS)
-    if tile.tile_m % 64 or tile.triples:
+    if tile.tile_m % 64:
         ds = row_layout(tile.tile_m, tile.tile_n, tile.tile_n, DS_SLOTS, dtype)  # keys contiguous
     return BackwardLayouts(
         k=row_layout(tile.tile_n, width_dq, dq_columns, 1, dtype),

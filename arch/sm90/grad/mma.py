@@ -84,8 +84,8 @@ class BackwardMmas:
         layout = (self.warpgroups, 1, 1) if self.dq_by_rows else (1, self.warpgroups, 1)
         if self.alternate:
             layout = (1, 1, 1)
-        shape, major = (ROWS_PER_WARPGROUP, self.dq_columns), K_MAJOR if self.tile.triples else MN_MAJOR
-        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, major, MN_MAJOR, Float32, layout, shape, SMEM)
+        shape = (ROWS_PER_WARPGROUP, self.dq_columns)
+        return hopper.make_trivial_tiled_mma(self.dtype, self.dtype, MN_MAJOR, MN_MAJOR, Float32, layout, shape, SMEM)
 
 
 class Operands(NamedTuple):

@@ -42,24 +42,6 @@ def probabilities(
     pack_fragment(scores, packed, dtype)
 
 
-def start_from(dp: cute.Tensor, delta: Iterable):
-    """dP starts as -delta, so that its products make dP - delta. delta: see by_columns."""
-    view = rows_view(dp)
-    for c, shift in delta:
-        for r in range(2):
-            view[r, c] = cute.arch.inline_ptx(
-                "neg.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[shift]
-            )
-
-
-def shifts_of(delta, columns):
-    return ((c, None) for c in range(columns)) if delta is None else delta
-
-
-def less(value, shift):
-    return value if shift is None else value - shift
-
-
 def exponentials(scores: cute.Tensor, lse_log2: Iterable, scale_log2: Float32):
     """Scores become P, float32. See probabilities."""
     view = rows_view(scores)
@@ -77,14 +59,14 @@ def weights_and_gradients(
     """
     (p_packed, ds_packed), run = packed, []
     flat, gradients = (cute.make_tensor(t.iterator, cute.make_layout(cute.size(t))) for t in (weights, dp))
-    for c, shift in shifts_of(delta, cute.size(weights) // 2):
+    for c, shift in delta:
         run.append(shift)
         if c % 2 == 1:
             for r in range(2):
                 at = 2 * c - 2 + 2 * r  # of the pair's first column
                 pair = flat[at], flat[at + 1]
                 p_packed[at // 2] = pack_pair(*pair, dtype)
-                values = [p * less(gradients[at + j], run[j]) for j, p in enumerate(pair)]
+                values = [p * (gradients[at + j] - run[j]) for j, p in enumerate(pair)]
                 ds_packed[at // 2] = pack_pair(*values, dtype)
             run = []
 
@@ -119,9 +101,9 @@ def score_gradients(
 ):
     """dS = weights * (dP - delta), rounded into `packed`; `weights` is overwritten. delta: see by_columns."""
     view, gradients = rows_view(weights), rows_view(dp)
-    for c, shift in shifts_of(delta, cute.size(weights) // 2):
+    for c, shift in delta:
         for r in range(2):
-            view[r, c] = view[r, c] * less(gradients[r, c], shift)
+            view[r, c] = view[r, c] * (gradients[r, c] - shift)
     pack_fragment(weights, packed, dtype)
 
 
