@@ -227,7 +227,7 @@ class BackwardSm90(PlainEntry):
                 row_values=scratch.rows[None, None, None, unit.batch],
                 s_rows=s_rows,
             )
-            states = feed_unit(pipes, states, feed, unit, self.in_turn)
+            states = feed_unit(pipes, states, feed, unit, self.in_turn, self.tile.votes)
             index = draw(scratch.counters, 0)
         announce(ring, ticket_state, (Int32(0),))
 
@@ -269,9 +269,10 @@ class BackwardSm90(PlainEntry):
         ticket, ticket_state = receive(ring, ticket_state)
         while ticket[0] != 0:
             unit = unit_from(ticket, group_size)
-            states = self.through(context, states, unit)
-            row_start = unit.key_block * tile_n
-            self.leave(acc.dv, dv[unit.batch, None, unit.head_kv, None], thread, row_start, self.width_v)
+            row_start, dv_rows = unit.key_block * tile_n, dv[unit.batch, None, unit.head_kv, None]
+            states = self.through(context, states, unit, dv_rows)
+            if cutlass.const_expr(not self.tile.halves):
+                self.leave(acc.dv, dv_rows, thread, row_start, self.width_v)
             acc.dk.store(acc.dk.load() * scale)
             self.leave(acc.dk, dk[unit.batch, None, unit.head_kv, None], thread, row_start, self.width_qk)
             ticket, ticket_state = receive(ring, ticket_state)
@@ -281,12 +282,14 @@ class BackwardSm90(PlainEntry):
         store_direct(acc, rows, thread, row_start, self.dtype)
 
     @cute.jit
-    def through(self, context: MmaContext, states: tuple, unit: Unit):
+    def through(self, context: MmaContext, states: tuple, unit: Unit, dv_rows: cute.Tensor):
         """One unit. -> the states moved on"""
         pipes, acc = context.pipes, context.acc
         kv_state, q_state, do_state = states
-        acc.dk.fill(0.0)
-        acc.dv.fill(0.0)
+        if cutlass.const_expr(not self.tile.late):
+            acc.dk.fill(0.0)
+            acc.dv.fill(0.0)
+        started = cutlass.Boolean(False)
         tiles, key_start = unit.tiles, unit.key_block * self.tile.tile_n
         wait_full(pipes.k, kv_state)
         wait_full(pipes.v, kv_state)
@@ -294,11 +297,21 @@ class BackwardSm90(PlainEntry):
         if left == 0:
             pipes.k.consumer_release(kv_state)
             pipes.v.consumer_release(kv_state)
+            if cutlass.const_expr(self.tile.late):
+                acc.dk.fill(0.0)
+                acc.dv.fill(0.0)
+            if cutlass.const_expr(self.tile.halves):
+                self.leave(acc.dv, dv_rows, context.thread, key_start, self.width_v)
         for _ in cutlass.range(left, unroll=1):
             at = stop[0]
             masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
             left -= 1
-            self.step(context, (kv_state, q_state, do_state), (at, key_start), masked, left == 0)
+            if cutlass.const_expr(self.tile.late or self.tile.halves):
+                turn = at, key_start, started, dv_rows
+                self.step_through(context, (kv_state, q_state, do_state), turn, masked, left == 0)
+                started = cutlass.Boolean(True)
+            else:
+                self.step(context, (kv_state, q_state, do_state), (at, key_start), masked, left == 0)
             q_state.advance()
             do_state.advance()
             stop = next_stop(stop, unit, self.in_turn)
@@ -363,6 +376,7 @@ class BackwardSm90(PlainEntry):
         the way of dS in the warp's order while the tensor cores work for another warpgroup.
         """
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
+        adds = turn[2] if self.tile.late else True
         kv_state, q_state, do_state = states
         rows = cute.local_tile(context.s_rows[None, q_state.index], (self.tile.tile_m,), (None,))  # (tile_m, 2)
         wait_full(pipes.q, q_state)
@@ -373,7 +387,7 @@ class BackwardSm90(PlainEntry):
         issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], do, False)
         warpgroup.wait_group(1)
         if masked:
-            at, key_start = turn
+            at, key_start = turn[:2]
             place = (at * self.tile.tile_m, key_start)
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
         formed, count = acc.p_packed, self.tile.ahead // 2
@@ -397,7 +411,7 @@ class BackwardSm90(PlainEntry):
         ds_slot = q_state.index
         self.store_ds(acc, context.rooms.ds[None, None, ds_slot], thread)
         do_columns = ops.do_columns[None, None, None, do_state.index]
-        issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
+        issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, adds)
         cute.arch.fence_view_async_shared()
         ds, k_columns = ops.ds[None, None, None, ds_slot], ops.k_columns[None, None, None, 0]
         q_columns = ops.q_columns[None, None, None, q_state.index]
@@ -414,25 +428,28 @@ class BackwardSm90(PlainEntry):
             pipes.do.consumer_release(do_state)
             if last:
                 pipes.k.consumer_release(kv_state)
-            issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
+            issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, adds)
         else:
             cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
             factors = (k_columns, ds) if cutlass.const_expr(self.mmas.dq_transposed) else (ds, k_columns)
             issue(self.mmas.dq(), acc.dq, *factors, False)
             warpgroup.wait_group(1)
             pipes.do.consumer_release(do_state)
-            issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
+            issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, adds)
             warpgroup.wait_group(1)
             if last:
                 pipes.k.consumer_release(kv_state)
             hand_over_dq(acc.dq, context.s_dq, context.group, thread)
+        if cutlass.const_expr(self.tile.halves):
+            if last:
+                self.leave(acc.dv, turn[3], thread, turn[1], self.width_v)
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
 
     def values_of(self, values: cute.Tensor, thread: Int32):
         """LSE or delta of a thread's columns."""
         found = by_columns(values, thread, self.tile.tile_m)
-        return list(found) if self.tile.late else found
+        return list(found) if self.tile.early else found
 
     def store_ds(self, acc: Accumulators, s_ds: cute.Tensor, thread: Int32):
         """This warpgroup's keys of dS^T. s_ds: (tile_m, tile_n)."""

@@ -259,7 +259,7 @@ def backward_tile(problem: Problem, plain: bool) -> Tile:
     if not plain or tile.tile_m == 128:
         return tile
     held = widths == 2 * FUSED_WIDTH and not (problem.short and problem.mask.causal)
-    return replace(tile, late=True, ahead=tile.tile_m // 4 if held else 0)
+    return replace(tile, early=True, ahead=tile.tile_m // 4 if held else 0)
 
 
 def _apart_tile(widths: int, plain: bool) -> Tile:
@@ -294,26 +294,26 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     if plan.variant == WIDE:
         tile = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
         kinds = [replace(plan.tile, warps=w) for w in (16, 8, 4, 2)] if plan.mask.causal else []
+        kinds += [replace(plan.tile, votes=True)]
         return tuple(replace(plan, tile=kind) for kind in kinds)
         return (replace(plan, tile=tile, variant=APART, deterministic=True),)
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
-        base = Tile(plan.tile.tile_m, plan.tile.tile_n, stages=2)
-        kinds = [{}] if plan.mask.causal else [{"ahead": 1}, {"ahead": 1, "late": True}]
-        kinds += [{"skips": True, "warps": w} for w in (16, 8, 4, 2)] if plan.mask.causal else []
-        return tuple(replace(plan, tile=replace(base, **kind)) for kind in kinds)
+        kinds = [replace(plan.tile, votes=True)]
+        kinds += [] if plan.mask.causal else [replace(plan.tile, ahead=1), replace(plan.tile, ahead=1, early=True)]
+        kinds += [replace(plan.tile, warps=w) for w in (16, 8, 4, 2)] if plan.mask.causal else []
+        return tuple(replace(plan, tile=kind) for kind in kinds)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
         return replace(plan, tile=Tile(64, 64, stages=2)), *others
     tile = plan.tile
-    base = Tile(tile.tile_m, 128, stages=2)
-    kinds = [base]
-    if tile.tile_m < 128:
-        n = 2 if plan.head_dim == 128 else 1
-        kinds += [replace(base, late=True, ahead=k * n * tile.tile_m // 64) for k in (4, 6, 8, 10, 12)]
-        kinds += [replace(base, late=True)]
+    kinds = [Tile(tile.tile_m, 128, stages=2)] if tile.early else []
+    if tile.ahead:
+        kinds += [replace(tile, ahead=k * tile.tile_m // 64) for k in (12, 20)]
+    every = replace(tile, votes=True, late=True, halves=True)
+    kinds += [replace(tile, votes=True), replace(tile, late=True), replace(tile, halves=True), every]
     if plan.mask.causal:
         kinds += [replace(tile, warps=w) for w in (16, 8, 4, 2)]
-        kinds += [replace(tile, warps=8, skips=True)] if tile.tile_m == 64 else []
+        kinds += [replace(every, warps=8)]
     return tuple(replace(plan, tile=kind) for kind in kinds)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
     if plan.head_dim == plan.head_dim_v == 128 and plan.plain:
