@@ -1,6 +1,5 @@
 """The public functions. A warm call is one dictionary lookup, the outputs, and the launch."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -91,7 +90,7 @@ def attention(
                 backend, settings.generation, dtype is not _float32 or request.float32_kind(q.device),
             )  # fmt: skip
             call = _warm.get(key)
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError, RuntimeError):  # RuntimeError: of a nested tensor's shape
             key = None  # not three 4-D tensors, or a bad or unhashable option: the cold path says what is wrong
     if (
         call is not None
@@ -152,17 +151,14 @@ def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None)
     return (out, lse) if options.return_lse else out
 
 
-_DEFAULTS: dict[str, Any] = {
-    name: parameter.default
-    for name, parameter in inspect.signature(attention).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-}
+_OPTIONS = frozenset(attention.__kwdefaults__ or ())
 
 
-def _checked(options: dict[str, Any]) -> Options:
+def _checked(given: dict[str, Any]) -> Options:
     """Of the keyword arguments that were given."""
-    unknown = {name: value for name, value in options.items() if name not in _DEFAULTS}
-    return request.check_options({**_DEFAULTS, **options}, unknown, settings.BACKEND_NAMES)
+    options = {name: value for name, value in given.items() if name in _OPTIONS}
+    unknown = {name: value for name, value in given.items() if name not in _OPTIONS}
+    return request.check_options(options, unknown, settings.BACKEND_NAMES)
 
 
 def _in_graph(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:

@@ -1,7 +1,9 @@
 """python -m cute_flash doctor | explain | warmup | cache | bench: what is installed, what would run, what it costs."""
 
 import argparse
+import os
 import platform
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -70,13 +72,24 @@ def doctor(arguments: argparse.Namespace) -> int:
             "devices": {name: [words.walk_facts(walk) for walk in found] for name, found in walks.items()},
         })  # fmt: skip
         return 0
-    for name, value in (*_versions(), ("cache", cached), ("settings", settings.current)):
+    for name, value in (*_versions(), ("cache", cached), ("settings", _spelled(settings.current))):
         print(f"{name:20} {value}")
     for device, found in walks.items():
         print(f"{'device':20} {device}")
         for walk in found:
             print("\n".join(f"  {line}" for line in str(walk).splitlines()))
     return 0
+
+
+def _spelled(current: settings.Settings) -> str:
+    """Those that are not as they come, as variables; the cache has a line of its own."""
+    usual = asdict(settings.Settings(cache_dir=current.cache_dir))
+    changed = {name: value for name, value in asdict(current).items() if value != usual[name]}
+    words = (
+        f"CUTE_FLASH_{name.upper()}={','.join(sorted(value)) if name == 'log' else 1 if value is True else value}"
+        for name, value in changed.items()
+    )
+    return " ".join(words) or "as they come"
 
 
 def _plain(value: Any) -> Any:
@@ -103,7 +116,10 @@ def _of_a_kind(arguments: argparse.Namespace) -> list[tuple[Walk, list[str]]]:
     for direction in words.DIRECTIONS[arguments.direction]:
         if direction not in words.FORMS[arguments.form]:
             continue
-        problem = words.problem(device, arguments.dtype, arguments.head_dim, direction, options, form=arguments.form)
+        lse = arguments.return_lse
+        problem = words.problem(device, arguments.dtype, arguments.head_dim, direction, options, lse, arguments.form)
+        more = {"deterministic": arguments.deterministic, "lse_grad": lse and direction == BACKWARD}
+        problem = replace(problem, **more)
         walk = _walk(problem, arguments.backend)
         found.append((walk, [] if isinstance(walk, str) else _short(walk, arguments.backend)))
     return found
@@ -117,7 +133,7 @@ def _of_shapes(arguments: argparse.Namespace) -> list[tuple[Walk, list[str]]]:
     try:
         decision = api.explain(
             q, k, v, arch=named, causal=arguments.causal, window=arguments.window, softcap=arguments.softcap,
-            backend=arguments.backend,
+            return_lse=arguments.return_lse, deterministic=arguments.deterministic, backend=arguments.backend,
         )  # fmt: skip
     except (UnsupportedError, ValueError) as refusal:
         return [(str(refusal), [])]
@@ -134,6 +150,8 @@ def explain(arguments: argparse.Namespace) -> int:
         )
     if arguments.form == CACHE and arguments.direction == BACKWARD:
         raise SystemExit("--form cache has no backward")
+    if arguments.form == CACHE and arguments.deterministic:
+        raise SystemExit("--form cache has no backward: --deterministic says nothing there")
     found = _of_shapes(arguments) if arguments.shapes else _of_a_kind(arguments)
     if arguments.json:
         words.show_json([words.walk_facts(walk) for walk in _once([walk for walk, _ in found])])
@@ -182,6 +200,8 @@ def parser() -> argparse.ArgumentParser:
     )
     walk.add_argument("--causal", action="store_true")
     words.add_bounds(walk)
+    walk.add_argument("--return-lse", action="store_true", help="LSE too; gradients may arrive through it")
+    walk.add_argument("--deterministic", action="store_true", help="gradients repeat to the bit")
     walk.add_argument(
         "--form", choices=words.FORMS, default=DENSE, help="packed: attention_varlen, cache: attention_kvcache"
     )
@@ -207,5 +227,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    status: int = arguments.run(arguments)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's own flush raises again
+        return 141  # 128 + SIGPIPE, as shells have it
     return status

@@ -1,6 +1,5 @@
 """attention_kvcache: few query rows over a key-value cache, dense or paged. The path of a call is api.attention's."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ def attention_kvcache(
                 request.ieee_float32(dtype),
             )  # fmt: skip
             call = _warm.get(key) if caches.fit(q, cache) else None
-        except (AttributeError, IndexError, TypeError, ValueError):
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):  # RuntimeError: of a nested tensor
             key = None  # the cold path says what is wrong
     if (
         call is not None
@@ -105,7 +104,11 @@ def attention_kvcache(
         and (num_splits is None or (type(num_splits) is int and num_splits > 0 and not batch_invariant))
         and (batch_invariant is False or batch_invariant is True)
     ):  # fmt: skip
-        out, lse = call(q, cache, (scale or call.scale, *bounds), num_splits, batch_invariant)
+        try:
+            out, lse = call(q, cache, (scale or call.scale, *bounds), num_splits, batch_invariant)
+        except Exception:  # of the caches only shapes were looked at
+            caches.check(q, cache)
+            raise
         return (out, lse) if return_lse else out
     checked = _check_options(options, unknown)
     return _cold(q, cache, checked, (num_splits, batch_invariant), key)
@@ -113,7 +116,7 @@ def attention_kvcache(
 
 def _check_options(arguments: dict[str, Any], unknown: dict[str, Any]) -> Options:
     named = {**arguments, "deterministic": False}
-    return request.check_options(named, unknown, dispatch.backend_names(), "attention_kvcache")
+    return request.check_options(named, unknown, settings.BACKEND_NAMES, "attention_kvcache")
 
 
 def _call(q: Any, cache: Cache, options: Options, splits: tuple[Any, Any]) -> Any:
@@ -149,47 +152,43 @@ def _cold(q: Any, cache: Cache, options: Options, splits: tuple[Any, Any], key: 
         return empty if options.return_lse else empty[0]
     call = _warm.get(key) if key is not None else None
     if call is None:
-        call = CacheCall(q, cache, options)
-        if key is not None:
+        call = caches.call_of(q, cache, options)
+        if key is not None and call.anywhere:
             ops.remember(_warm, key, call)
     numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
     out, lse = call(q, cache, numbers, num_splits, batch_invariant)
     return (out, lse) if options.return_lse else out
 
 
-_DEFAULTS: dict[str, Any] = {
-    name: parameter.default
-    for name, parameter in inspect.signature(attention_kvcache).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in TABLES
-}
-_OPTIONS = tuple(name for name in _DEFAULTS if name not in ("k_new", "v_new", "num_splits", "batch_invariant"))
+_OTHERS = ("k_new", "v_new", "num_splits", "batch_invariant")
+_OPTIONS = frozenset(attention_kvcache.__kwdefaults__ or ()).difference(TABLES, _OTHERS)
 
 
-def _checked(k_cache: Any, v_cache: Any, given: dict[str, Any]) -> tuple[Cache, Options, dict[str, Any]]:
-    """(cache, options, what else was given or its default) of the keyword arguments that were given."""
+def _checked(k_cache: Any, v_cache: Any, given: dict[str, Any]) -> tuple[Cache, Options, tuple[Any, Any]]:
+    """(cache, options, num_splits and batch_invariant) of the keyword arguments that were given."""
     if "cache_seqlens" not in given:
         raise TypeError("a cache needs cache_seqlens=")
-    unknown = {name: value for name, value in given.items() if name not in _DEFAULTS and name not in TABLES}
-    named = {**_DEFAULTS, **{name: value for name, value in given.items() if name in _DEFAULTS}}
-    options = _check_options({name: named.pop(name) for name in _OPTIONS}, unknown)
+    options = {name: value for name, value in given.items() if name in _OPTIONS}
+    rest = {name: value for name, value in given.items() if name not in _OPTIONS and name not in TABLES}
+    checked = _check_options(options, {name: value for name, value in rest.items() if name not in _OTHERS})
     tables = given["cache_seqlens"], given.get("page_table"), given.get("cache_batch_idx")
-    return Cache(k_cache, v_cache, *tables, named["k_new"], named["v_new"]), options, named
+    cache = Cache(k_cache, v_cache, *tables, given.get("k_new"), given.get("v_new"))
+    return cache, checked, (given.get("num_splits"), given.get("batch_invariant", False))
 
 
 def explain(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, device: Device | None, given: dict[str, Any]
 ) -> Decision:
     """What attention_kvcache would run with the keyword arguments `given`; see api.explain."""
-    cache, options, others = _checked(k_cache, v_cache, given)
+    cache, options, splits = _checked(k_cache, v_cache, given)
     caches.check(q, cache, values=False)
-    caches.check_splits(others["num_splits"], others["batch_invariant"])
+    caches.check_splits(*splits)
     return caches.decide(q, cache, options, device)
 
 
 def _in_graph(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, **given: Any) -> Any:
     """What torch.compile traces in place of attention_kvcache: the operator. Checked by the same rules."""
-    cache, options, others = _checked(k_cache, v_cache, given)
-    splits = others["num_splits"], others["batch_invariant"]
+    cache, options, splits = _checked(k_cache, v_cache, given)
     return cache_ops.attention_kvcache(q, cache, options, splits)
 
 

@@ -1,6 +1,5 @@
 """attention_varlen: sequences of any lengths, packed one after another. The path of a call is api.attention's."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -115,7 +114,7 @@ def attention_varlen(
 
 
 def _check_options(arguments: dict[str, Any], unknown: dict[str, Any]) -> Options:
-    return request.check_options(arguments, unknown, dispatch.backend_names(), "attention_varlen")
+    return request.check_options(arguments, unknown, settings.BACKEND_NAMES, "attention_varlen")
 
 
 def _cold(qkv: tuple[Any, Any, Any], lengths: Lengths, options: Options, key: tuple[Any, ...] | None) -> Any:
@@ -146,11 +145,7 @@ def _cold(qkv: tuple[Any, Any, Any], lengths: Lengths, options: Options, key: tu
     return (out, lse) if options.return_lse else out
 
 
-_DEFAULTS: dict[str, Any] = {
-    name: parameter.default
-    for name, parameter in inspect.signature(attention_varlen).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name not in LENGTHS
-}
+_OPTIONS = frozenset(attention_varlen.__kwdefaults__ or ()).difference(LENGTHS)
 
 
 def _checked(given: dict[str, Any]) -> tuple[Lengths, Options]:
@@ -158,10 +153,10 @@ def _checked(given: dict[str, Any]) -> tuple[Lengths, Options]:
     missing = [name for name in LENGTHS[:2] if name not in given]
     if missing:
         raise TypeError(f"packed sequences need {missing[0]}=")
-    options = {name: value for name, value in given.items() if name in _DEFAULTS}
-    unknown = {name: value for name, value in given.items() if name not in _DEFAULTS and name not in LENGTHS}
+    options = {name: value for name, value in given.items() if name in _OPTIONS}
+    unknown = {name: value for name, value in given.items() if name not in _OPTIONS and name not in LENGTHS}
     lengths = Lengths(**{name: given[name] for name in LENGTHS if name in given})
-    return lengths, _check_options({**_DEFAULTS, **options}, unknown)
+    return lengths, _check_options(options, unknown)
 
 
 def explain(

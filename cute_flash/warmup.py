@@ -22,6 +22,7 @@ from .spec.backend import Backend
 from .spec.device import Device
 from .spec.errors import UnsupportedError
 from .spec.plan import Plan
+from .spec.problem import CACHE, CACHE_FEW, DENSE, FEW, PACKED
 
 
 class Kind(NamedTuple):
@@ -100,6 +101,19 @@ def _target(capability: tuple[int, int], sms: int | None) -> Device:
     return replace(device, sm_count=sms or device.sm_count)
 
 
+def _of_form(which: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Fields of a Problem that tell kernels of one kind apart. Lengths are beyond SHORT_KEYS or not; most plans are the
+    same."""
+    if which.form != CACHE:
+        yield from ({"short": short} for short in (False, True))
+    if which.form == PACKED:
+        yield {"short": True, "few_rows": FEW[-1], "few_keys": FEW[-1]}
+    if which.form == CACHE:
+        for page_size, rows, appends in itertools.product(which.page_size, which.rows, words.SWITCH[which.append]):
+            few_rows = next((few for few in CACHE_FEW if rows <= few), 0)
+            yield {"page_size": page_size, "few_rows": few_rows, "appends": appends}
+
+
 def variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[str]]:
     """The plans to compile, and a sentence for each variant that has none to keep."""
     device = _target(arguments.arch, arguments.sms)
@@ -107,10 +121,10 @@ def variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[s
     skipped = []
     for kind, which in _requests(arguments):
         options = request.spell(kind.causal, kind.window, kind.softcap)
-        lengths = (False, True)  # beyond SHORT_KEYS and up to there; most plans are the same
-        grid = itertools.product(words.DIRECTIONS[which.direction], words.SWITCH[which.lse], lengths)
-        for direction, lse, short in grid:
-            problem = replace(words.problem(device, kind.dtype, kind.dims, direction, options, lse), short=short)
+        directions = [way for way in words.DIRECTIONS[which.direction] if way in words.FORMS[which.form]]
+        for direction, lse, fields in itertools.product(directions, words.SWITCH[which.lse], _of_form(which)):
+            problem = words.problem(device, kind.dtype, kind.dims, direction, options, lse, which.form)
+            problem = replace(problem, **fields)
             try:
                 decision = dispatch.choose(problem)
             except UnsupportedError as refusal:
@@ -178,6 +192,17 @@ def add_kinds(command: argparse.ArgumentParser) -> None:
     command.add_argument("--split", choices=words.SWITCH, default="both", help="for few query rows over many keys")
     command.add_argument("--lse", choices=words.SWITCH, default="both", help="write LSE: training and return_lse")
     command.add_argument("--direction", choices=words.DIRECTIONS, default="both")
+    command.add_argument(
+        "--form", choices=words.FORMS, default=DENSE, help="packed: attention_varlen, cache: attention_kvcache"
+    )
+    command.add_argument(
+        "--page-size", nargs="+", type=words.page_size, default=[0], metavar="N", help="of a cache; 0: not paged"
+    )
+    command.add_argument(
+        "--rows", nargs="+", type=words.count, default=[1], metavar="N",
+        help="over a cache: query rows times heads of a group (8 of 32/4 heads, 32 with three more tokens speculated)",
+    )  # fmt: skip
+    command.add_argument("--append", choices=words.SWITCH, default="both", help="k_new and v_new beside a cache")
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -54,6 +54,10 @@ def count(text: str) -> int:
     return found[0]
 
 
+def page_size(text: str) -> int:
+    return 0 if text == "0" else count(text)
+
+
 def window(text: str) -> tuple[int | None, int | None]:
     """ "1023,0" or "512,None" (left, right)."""
     try:

@@ -133,12 +133,14 @@ def origin(rows: Sequence[records.Row]) -> str:
     def values(column: str) -> str:
         return ", ".join(sorted({row[column] for row in timed if row[column]}))
 
+    many = "s" if "," in values("commit") else ""
+
     versions = sorted({f"{row['contestant']} {row['version']}" for row in timed if row["version"]})
     gpus = len({row["uuid"] for row in timed})
     return (
-        f"{values('gpu')} ({gpus} machine{'s' if gpus != 1 else ''}), {values('date')}, commit {values('commit')}, "
-        f"torch {values('torch')}, CUDA {values('cuda')}, driver {values('driver')}, CuTe-DSL {values('dsl')}; "
-        f"{'; '.join(versions)}."
+        f"{values('gpu')} ({gpus} machine{'s' if gpus != 1 else ''}), {values('date')}, "
+        f"commit{many} {values('commit')}, torch {values('torch')}, CUDA {values('cuda')}, "
+        f"driver {values('driver')}, CuTe-DSL {values('dsl')}; {'; '.join(versions)}."
     )
 
 

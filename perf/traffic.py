@@ -4,9 +4,10 @@
     python -m perf.traffic --profile perf/results/traffic.csv    # where there are a GPU and Nsight Compute (ncu)
 
 SMs read what the tiles take: Q once, K and V once a query tile. From HBM come Q, K and V once; the rest is L2's. The L2
-serves less than the SMs read where several ask for the same line at about the same time. The standard forward writes S
-and P to memory and reads both. Nsight Compute empties the caches before each kernel, so the counts are of a cold L2;
-what a kernel wrote last may still lie there when it ends, and is not counted as written to memory.
+serves less than the SMs read where several ask for the same line at about the same time, so both are counted: what
+arrives at the SMs' side of the crossbar, all of it and what TMA asked for, and what leaves the L2. The standard forward
+writes S and P to memory and reads both. Nsight Compute empties the caches before each kernel, so the counts are of a
+cold L2; what a kernel wrote last may still lie there when it ends, and is not counted as written to memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import csv
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,7 @@ CONTESTANTS = ("ours", "fa4", "cudnn", "standard")
 # Columns of the CSV -> (the profiler's metric, bytes a unit of it).
 METRICS = {
     "sm_read_bytes": ("l1tex__m_xbar2l1tex_read_bytes.sum", 1),
+    "sm_tma_bytes": ("l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum", 1),
     "l2_read_bytes": ("lts__t_sectors_srcunit_tex_op_read.sum", SECTOR),
     "l2_written_bytes": ("lts__t_sectors_srcunit_tex_op_write.sum", SECTOR),
     "hbm_read_bytes": ("dram__bytes_read.sum", 1),
@@ -155,14 +158,18 @@ def _calls(point: Point, device: Any) -> dict[str, Callable[[], Any]]:
     return calls
 
 
-def child() -> None:
+def child(time_limit: float) -> None:
     """Under the profiler: every contestant at every point once, a mark before each; prints their order."""
     import torch
 
+    start = time.perf_counter()
     device = torch.device("cuda")
     cudart = torch.cuda.cudart()
     with torch.no_grad():
         for index, point in enumerate(POINTS):
+            if time_limit and time.perf_counter() - start > time_limit:
+                print(f"{point}: left out, {time_limit:.0f} s are over", file=sys.stderr)
+                continue
             calls = _calls(point, device)
             torch.cuda.synchronize()
             for name, call in calls.items():
@@ -193,7 +200,16 @@ def parse(listing: str, order: Sequence[tuple[int, str]]) -> dict[tuple[int, str
     return dict(zip(order, found, strict=True))
 
 
-def profile(path: Path, commit: str) -> None:
+def known_metrics() -> str:
+    """Those of METRICS that this GPU has, comma-separated; the others are said on stderr."""
+    listed = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=False).stdout.split()
+    missing = [metric for metric, _ in METRICS.values() if metric.rsplit(".", 1)[0] not in listed]
+    if missing:
+        print(f"not known to this profiler: {', '.join(missing)}", file=sys.stderr)
+    return ",".join(metric for metric, _ in METRICS.values() if metric not in missing)
+
+
+def profile(path: Path, commit: str, time_limit: float) -> None:
     """Run the child under ncu and append its rows to a CSV."""
     import torch
 
@@ -201,11 +217,9 @@ def profile(path: Path, commit: str) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         listing = Path(folder) / "ncu.csv"
-        listed = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, check=False).stdout
-        metrics = ",".join(metric for metric, _ in METRICS.values() if metric.rsplit(".", 1)[0] in listed)
-        command = ["ncu", "--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base",
-                   "--metrics", metrics, "--log-file", str(listing),
-                   sys.executable, "-m", "perf.traffic", "--child"]  # fmt: skip
+        command = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw",
+                   "--print-units", "base", "--metrics", known_metrics(), "--log-file", str(listing),
+                   sys.executable, "-m", "perf.traffic", "--child", "--time-limit", str(time_limit)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         print(done.stderr[-2000:], file=sys.stderr)
         text = listing.read_text() if listing.exists() else ""
@@ -243,15 +257,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.traffic", description=__doc__.splitlines()[0])
     parser.add_argument("--profile", type=Path, default=None, metavar="CSV", help="count with ncu and append rows")
     parser.add_argument("--commit", default="", help="commit of the code where there is no git")
+    parser.add_argument(
+        "--time-limit", type=float, default=0.0, help="seconds until the last point starts; 0 = no limit"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
-        child()
+        child(args.time_limit)
         return 0
     if args.profile is not None:
         from . import machine
 
-        profile(args.profile, args.commit or machine.commit_here())
+        profile(args.profile, args.commit or machine.commit_here(), args.time_limit)
     print(f"{'MB a forward':32}{'SMs read':>10}{'HBM':>12}{'standard, HBM':>15}")
     for point in POINTS:
         own, other, plan = modelled(point)

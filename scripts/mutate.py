@@ -2,6 +2,7 @@
 
     python -m scripts.mutate --points d=128,mask=causal [--split] [--out perf/results/mutation_sm90.csv]
     python -m scripts.mutate --backend sm100 --points pass=bwd,d=256,mask=full --launch 2
+    python -m scripts.mutate --backend sm100 --points pass=bwd,d=64,mask=causal --deterministic --key-tiles 4
 
 A site counts as noticed when the emulator raises or the result is wrong under one of the schedules. No GPU is needed.
 """
@@ -76,15 +77,26 @@ class Subject:
         return ptx
 
 
+@dataclass
 class BackwardSubject(Subject):
-    """A backward: dO, Q, K, V, O, LSE and its gradient, dQ, dK, dV, scale and scratch; right are the gradients."""
+    """A backward: dO, Q, K, V, O, LSE and its gradient, dQ, dK, dV, scale and scratch; right are the gradients; of a
+    deterministic one everything is the same to the bit as at first, float32 sums in scratch too, which rounding hides
+    in dQ."""
+
+    deterministic: bool = False
+    first: tuple[torch.Tensor, ...] = ()
 
     def _written(self) -> tuple[torch.Tensor, ...]:
         return (*self.operands[7:10], *self.operands[11:])
 
     def _right(self) -> bool:
-        pairs = zip(self.operands[7:10], self.exact, strict=True)
-        return all(bool(distance_of(found, exact) < ERROR) for found, exact in pairs)
+        found = self.operands[7:10]
+        if self.deterministic:
+            written = [tensor.contiguous().view(torch.uint8) for tensor in self._written()]
+            self.first = self.first or tuple(tensor.clone() for tensor in written)
+            if not all(torch.equal(*pair) for pair in zip(written, self.first, strict=True)):
+                return False
+        return all(bool(distance_of(*pair) < ERROR) for pair in zip(found, self.exact, strict=True))
 
 
 def distance_of(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
@@ -131,6 +143,7 @@ def prepare(args: argparse.Namespace) -> Subject:
 def _prepare_backward(args: argparse.Namespace, point: points.Point, backend: Any, plan: Plan) -> Subject:
     """The last tile of queries and that of keys are partial; the kernel after the one for delta is scored, or the one
     that args.launch names."""
+    plan = replace(plan, deterministic=args.deterministic)
     with settings.override(emulate=plan.arch), emulator.emulate(plan.arch):
         kernel = functools.partial(emulator.call, backend.build(plan, "--generate-line-info"))
     rows, keys = args.query_tiles * plan.tile.tile_m - 3, args.key_tiles * plan.tile.tile_n - 3
@@ -144,7 +157,7 @@ def _prepare_backward(args: argparse.Namespace, point: points.Point, backend: An
     grads, rule = [torch.empty_like(x) for x in (q, k, v)], backend.scratch(plan)
     scratch = () if rule is None else (torch.empty(rule.elements(1, 1, rows)),)
     operands = (do, q, k, v, out.detach().bfloat16(), lse.detach().float(), None, *grads, point.scale, *scratch)
-    return BackwardSubject(kernel, operands, exact, plan.arch, main=args.launch or 1)
+    return BackwardSubject(kernel, operands, exact, plan.arch, main=args.launch or 1, deterministic=args.deterministic)
 
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
@@ -199,6 +212,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--key-tiles", type=int, default=4)
     add("--ctas", type=int, default=1, help="that share the query tiles: 1 takes them all in turn")
     add("--launch", type=int, default=0, help="which of a backward's launches is scored; default 1, after delta's")
+    add("--deterministic", action="store_true", help="the backward that adds in turn; right are its own bits")
     add("--kinds", default="", help="comma-separated, as in cute_flash/emulator/mutate.py; default all")
     add("--out", type=Path, default=None, help="CSV to append to")
     args = parser.parse_args(argv)
@@ -208,7 +222,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def name_of(args: argparse.Namespace) -> str:
     """Of the kernel that is scored, in a CSV: a Plan may have several, among which the number of key tiles decides."""
-    parts = [args.points] + ["split"] * args.split
+    parts = [args.points] + ["split"] * args.split + ["deterministic"] * args.deterministic
     if "pass=bwd" in args.points:
         parts.append(f"key tiles={args.key_tiles}")
     return ",".join(parts + [f"launch={args.launch}"] * bool(args.launch))

@@ -25,7 +25,7 @@ prepare_environment() {
     [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && return
     if [ ! -x "$PY" ]; then
         python=$(_find_python)
-        echo "making .venv with $("$python" --version) (once; downloads a few hundred megabytes)"
+        echo "making .venv with $("$python" --version) (once, some minutes; 2.6 GB of disk)"
         "$python" -m venv .venv
     fi
     "$PY" -m pip --version >/dev/null 2>&1 || "$PY" -m ensurepip --upgrade >/dev/null

@@ -119,6 +119,25 @@ def long_cases() -> tuple[Case, ...]:
     )
 
 
+def long_bounded_cases() -> tuple[Case, ...]:
+    """The same under windows, and softcaps that most scores exceed: heads of 129 to 192 columns have one kernel."""
+    bounds = (
+        ((300, 200), None),
+        ((64, 0), 20.0),
+        ((None, 95), None),
+        ((0, None), 5.0),
+        ((1023, 0), None),
+        (None, 1.0),
+    )
+    dims, lengths = ((192, 192), (192, 128), (136, 160)), ((1100, 1201), (1300, 1250), (129, 1500))
+    cells = []
+    for i, (pair, (window, softcap)) in enumerate(itertools.product(dims, bounds)):
+        other = i + i // 6  # rotates against the bounds
+        fields = {"window": window, "softcap": softcap, "values": "large" if softcap else "normal"}
+        cells.append(shape(lengths[other % 3], (1, 4)[other % 2], pair, i % 3 == 1, **fields))
+    return tuple(cells)
+
+
 @functools.cache
 def float16_cases() -> tuple[Case, ...]:
     return tuple(

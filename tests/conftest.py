@@ -81,19 +81,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--emulator-csv", type=Path, default=None, help="keep the emulated runs: a row each")
     parser.addoption("--gradients-csv", type=Path, default=None, help="keep the emulated backwards: a row each")
     parser.addoption("--ratios-csv", type=Path, default=None, help="keep the errors of gradients beside Hopper's")
+    parser.addoption(
+        "--errors-csv", type=Path, default=None, help="keep the errors of gradients on a GPU beside others'"
+    )
     parser.addoption("--plans-csv", type=Path, default=None, help="keep the compiled plans: registers and spills")
+    parser.addoption("--commit", default="", help="of the tree, for these files, where there is no git")
 
 
 GRADIENT_COLUMNS = ("shape", "mode", "scheduler", "seed", "dq_error", "dk_error", "dv_error", "seconds")
+ERROR_COLUMNS = (
+    "gpu",
+    "shape",
+    "yardstick",
+    *(f"{name}{of}" for of in ("", "_yardstick") for name in ("dq", "dk", "dv")),
+)
 RATIO_COLUMNS = ("shape", *(f"{name}_{of}" for of in ("blackwell", "hopper", "ratio") for name in ("dq", "dk", "dv")))
 _TREE = pytest.StashKey[tuple[str, str]]()  # day and commit when the run starts: a long one must not see later edits
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if any(config.getoption(f"--{name}-csv") for name in ("emulator", "gradients", "ratios", "plans")):
+    if any(config.getoption(f"--{name}-csv") for name in ("emulator", "gradients", "ratios", "errors", "plans")):
         from perf import machine
 
-        config.stash[_TREE] = (machine.now()[:10], machine.commit_here())
+        config.stash[_TREE] = (machine.now()[:10], config.getoption("--commit") or machine.commit_here())
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
@@ -104,6 +114,7 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     for option, name, columns in (
         ("--gradients-csv", "emulated_gradients", GRADIENT_COLUMNS),
         ("--ratios-csv", "gradient_ratios", RATIO_COLUMNS),
+        ("--errors-csv", "gradient_errors", ERROR_COLUMNS),
     ):
         if path := config.getoption(option):
             rows = [(*config.stash[_TREE], *row) for row in sorted(_properties(reports, name))]

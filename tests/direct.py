@@ -59,15 +59,16 @@ def forward(backend, q, k, v, *, scale=None, tile=None, **options) -> Outputs:
 
 
 def backward(backend, dout, q, k, v, outputs: Outputs, dlse=None, *, scale=None, tile=None, device=None, **options):
-    """dQ, dK, dV, written into memory that was NaN before. `device`: the one to plan for, where it is not q's."""
+    """dQ, dK, dV, written into memory that was NaN before. `device`: the one to plan for, where it is not q's; `kept`,
+    among the options: a list that gets the scratch memory, in which dQ was summed."""
     grads = [torch.full(x.shape, math.nan, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    deterministic = options.pop("deterministic", False)
-    wanted = problem(
-        BACKWARD, q, k, v, lse_grad=dlse is not None, device=device, deterministic=deterministic, **options
-    )
+    kept = options.pop("kept", [])
+    asked = {name: options.pop(name, False) for name in ("deterministic", "short")}
+    wanted = problem(BACKWARD, q, k, v, lse_grad=dlse is not None, device=device, **asked, **options)
     chosen = plan(backend, wanted, tile)
     kernel, scratch = backend.build(chosen), backend.scratch(chosen)
     batch, seqlen_q, heads_q, _ = q.shape
     memory = [] if scratch is None else [q.new_full((scratch.elements(batch, heads_q, seqlen_q),), math.nan).float()]
     kernel(dout, q, k, v, outputs.out, outputs.lse, dlse, *grads, *numbers(q, scale, **options), *memory)
+    kept += memory
     return grads

@@ -1,6 +1,5 @@
 """The known cases that are about packed sequences: attention_varlen beside the same sequences one by one."""
 
-import warnings
 from itertools import accumulate, pairwise
 
 import pytest
@@ -29,23 +28,11 @@ def served(run: Runner) -> bool:
 
 
 def packed(run: Runner, q, k, v, lengths_q, lengths_k, dout=None, **options):
-    """((out, lse), (dq, dk, dv)) of one packed call. q: (total_q, heads_q, head_dim).
-
-    sm90 refuses calls that need gradients: there these are of whoever serves its forward's calls.
-    """
+    """((out, lse), (dq, dk, dv)) of one packed call. q: (total_q, heads_q, head_dim)."""
     options |= {"cu_seqlens_q": offsets(run, lengths_q), "cu_seqlens_k": offsets(run, lengths_k), "return_lse": True}
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    if run.backend != "sm90":
-        out, lse = found = cute_flash.attention_varlen(*leaves, backend=run.backend, **options)
-    else:
-        with pytest.raises(cute_flash.UnsupportedError, match="backward of packed"):
-            cute_flash.attention_varlen(*leaves, backend="sm90", **options)
-        found = cute_flash.attention_varlen(q, k, v, backend="sm90", **options)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", cute_flash.FallbackWarning)
-            out, lse = cute_flash.attention_varlen(*leaves, **options)
-        torch.testing.assert_close((out, lse), found, rtol=0, atol=0, equal_nan=True)
-    return found, torch.autograd.grad(out, leaves, torch.ones_like(out) if dout is None else dout)
+    out, lse = cute_flash.attention_varlen(*leaves, backend=run.backend, **options)
+    return (out, lse), torch.autograd.grad(out, leaves, torch.ones_like(out) if dout is None else dout)
 
 
 def check_packed(run: Runner, lengths_q, lengths_k, heads=(1, 1), head_dim: int = 64, **options) -> None:

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from .numeric import LOG2_E, NEG_INF
+from .ragged import slot_rows
 
 THREADS = 128
 VECTOR = 8  # 16-bit elements in 16 bytes
@@ -124,10 +125,9 @@ def _reset(counters: cute.Tensor, place: Int32):
 
 
 @cute.jit
-def _zero(scratch: Scratch, ahead: Ahead | None, place: tuple, thread: Int32):
-    """The sums of the CTA's tile, if no later kernel does it. `place`: see row_tile_of."""
+def _zero(scratch: Scratch, ahead: Ahead | None, place: tuple, thread: Int32, mine):
+    """The sums of the CTA's tile, where they are `mine` and no later kernel does it. `place`: see row_tile_of."""
     tile, head, batch = place
-    mine = True
     if cutlass.const_expr(ahead is not None):
         _, tiles, heads, _ = scratch.rows.shape
         row, within = batch * (heads // ahead.group) + head // ahead.group, head % ahead.group * tiles + tile
@@ -143,30 +143,21 @@ def _zero(scratch: Scratch, ahead: Ahead | None, place: tuple, thread: Int32):
             cute.autovec_copy(zeros, vectors[None, i])
 
 
-@cute.kernel
-def prepare_kernel(
-    do: cute.Tensor,
-    o: cute.Tensor,
-    lse: cute.Tensor,
-    dlse: cute.Tensor | None,
-    scratch: Scratch,
-    tile_m: cutlass.Constexpr[int],
-    width_v: cutlass.Constexpr[int],
-    ahead: Ahead | None = None,
+@cute.jit
+def _make_rows(
+    tensors: tuple,
+    values: cute.Tensor,
+    head_at: tuple,
+    span: tuple,
+    tile_m: cutlass.Constexpr,
+    width_v: cutlass.Constexpr,
 ):
-    """A kernel launched with use_pdl starts beside the last CTAs of this one and waits for them where it needs them."""
-    cute.arch.griddepcontrol_launch_dependents()
+    """LSE and delta of a tile. `tensors`: (do, o, lse, dlse), `head_at`: (batch, head), `span`: (its first row, where
+    rows end)."""
+    do, o, lse, dlse = tensors
+    batch, head = head_at
+    first, end = span
     thread, _, _ = cute.arch.thread_idx()
-    tile, head, batch = row_tile_of(scratch.rows)
-    if cutlass.const_expr(scratch.dq is not None):
-        _zero(scratch, ahead, (tile, head, batch), thread)
-    if cutlass.const_expr(scratch.counters is not None):
-        _reset(scratch.counters, thread + tile + head + batch)
-    if cutlass.const_expr(scratch.turns is not None):
-        turns = scratch.turns[None, tile, head, batch]
-        if thread < cute.size(turns):
-            turns[thread] = Int32(0)
-    values = scratch.rows[None, tile, head, batch]
     lanes = _lanes(width_v)
     do_rows, o_rows = do[batch, None, head, None], o[batch, None, head, None]
     steps, rows_together = tile_m * lanes // THREADS, THREADS // lanes
@@ -176,7 +167,7 @@ def prepare_kernel(
         loaded = []
         for step in cutlass.range_constexpr(start, min(start + TOGETHER, steps)):
             # what does not exist is read elsewhere and given no weight: loads that depend on nothing are all in flight
-            row = cutlass.min(tile * tile_m + step * rows_together + thread // lanes, do_rows.shape[0] - 1)
+            row = cutlass.min(first + step * rows_together + thread // lanes, do_rows.shape[0] - 1)
             shift = dlse[batch, head, row] if cutlass.const_expr(dlse is not None) else Float32(0.0)
             vectors = _row_vector(do_rows, row, inside), _row_vector(o_rows, row, inside)
             loaded.append((*vectors, lse[batch, head, row], shift))
@@ -187,8 +178,44 @@ def prepare_kernel(
             total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             total = Float32(cutlass.select_(column == inside, total, Float32(0.0)))
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes) - shift
-            seen = (tile * tile_m + in_tile < do_rows.shape[0]) & (value != NEG_INF)
+            seen = (first + in_tile < end) & (value != NEG_INF)
             place = value_place(in_tile, tile_m)
             if column == 0:
                 values[place] = Float32(cutlass.select_(seen, value * LOG2_E, Float32(-NEG_INF)))
                 values[tile_m + place] = Float32(cutlass.select_(seen, total, Float32(0.0)))
+
+
+@cute.kernel
+def prepare_kernel(
+    do: cute.Tensor,
+    o: cute.Tensor,
+    lse: cute.Tensor,
+    dlse: cute.Tensor | None,
+    scratch: Scratch,
+    tile_m: cutlass.Constexpr[int],
+    width_v: cutlass.Constexpr[int],
+    ahead: Ahead | None = None,
+    starts: cute.Tensor | None = None,
+):
+    """A kernel launched with use_pdl starts beside the last CTAs of this one and waits for them where it needs them.
+
+    `starts` of packed sequences: (sequences + 1,) Int32; tiles are slots then, see ragged.py."""
+    cute.arch.griddepcontrol_launch_dependents()
+    thread, _, _ = cute.arch.thread_idx()
+    tile, head, batch = row_tile_of(scratch.rows)
+    span, used = (tile * tile_m, do.shape[1]), True
+    if cutlass.const_expr(starts is not None):
+        slot = slot_rows(starts, tile, do.shape[1], tile_m)
+        first, used = slot.rows.first + slot.tile * tile_m, slot.tile * tile_m < slot.rows.count
+        span = first, slot.rows.first + slot.rows.count
+    if cutlass.const_expr(scratch.dq is not None):
+        _zero(scratch, ahead, (tile, head, batch), thread, used)
+    if cutlass.const_expr(scratch.counters is not None):
+        _reset(scratch.counters, thread + tile + head + batch)
+    if cutlass.const_expr(scratch.turns is not None):
+        turns = scratch.turns[None, tile, head, batch]
+        if thread < cute.size(turns):
+            turns[thread] = Int32(0)
+    tensors, values = (do, o, lse, dlse), scratch.rows[None, tile, head, batch]
+    if used:
+        _make_rows(tensors, values, (batch, head), span, tile_m, width_v)

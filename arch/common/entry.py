@@ -175,6 +175,62 @@ class PlainEntry:
         self.launch((q, k, v, do, dq, dk, dv), (o, lse, dlse), (scale, None, None, None), memory, stream)
 
 
+class PackedEntry:
+    """For sequences that lie one after another; batch is 1. launch_packed(tensors, others, numbers, (cu_seqlens_q,
+    cu_seqlens_k), memory, stream)."""
+
+    @cute.jit
+    def __call__(
+        self,
+        do: cute.Tensor,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor | None,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,  # (sequences + 1,) int32
+        cu_seqlens_k: cute.Tensor,
+        scale: Float32,
+        memory: cute.Tensor,
+        stream,
+    ):
+        tensors, numbers = (q, k, v, do, dq, dk, dv), (scale, None, None, None)
+        self.launch_packed(tensors, (o, lse, dlse), numbers, (cu_seqlens_q, cu_seqlens_k), memory, stream)
+
+
+class PackedBoundedEntry:
+    """The same for Plans that are not plain."""
+
+    @cute.jit
+    def __call__(
+        self,
+        do: cute.Tensor,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor | None,
+        dq: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        scale: Float32,
+        left: Int32,
+        right: Int32,
+        softcap: Float32,
+        memory: cute.Tensor,
+        stream,
+    ):
+        tensors, numbers = (q, k, v, do, dq, dk, dv), (scale, left, right, softcap)
+        self.launch_packed(tensors, (o, lse, dlse), numbers, (cu_seqlens_q, cu_seqlens_k), memory, stream)
+
+
 class BoundedEntry:
     """The same for Plans that are not plain: a window's bounds and a softcap arrive beside the scale."""
 

@@ -9,6 +9,7 @@ from cutlass import Int32
 from .blocks import RowTiles, row_tiles
 from .delta import Ahead
 from .order import Sizes, head_by_head, last_section, longest_first, section_width
+from .ragged import Place
 
 
 class Unit(NamedTuple):
@@ -21,26 +22,28 @@ class Unit(NamedTuple):
     group: Int32
     tiles: RowTiles
     way: Int32  # through these: 1 from the first to the last, -1 back
+    place: Place | None = None  # of packed sequences, the one that all these are of
+    slot: Int32 | None = None  # and its first slot, see ragged.py
 
 
 def unit_count(sizes: Sizes, tile) -> Int32:
     return (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n * sizes.heads_kv * sizes.batch
 
 
-def _row_bytes(sizes: Sizes, widths: tuple[int, int]) -> Int32:
+def row_bytes(seqlen_q: Int32, widths: tuple[int, int]) -> Int32:
     """Of Q, dO and dQ of a head, which should stay in L2."""
-    rows = cutlass.min(sizes.seqlen_q, 1 << 17)  # beyond any L2, and the product stays within 32 bits
+    rows = cutlass.min(seqlen_q, 1 << 17)  # beyond any L2, and the product stays within 32 bits
     return rows * (widths[0] * 6 + widths[1] * 2)
 
 
 def _section_bytes(sizes: Sizes, tile, widths: tuple[int, int]) -> Int32:
-    head_bytes = _row_bytes(sizes, widths)
+    head_bytes = row_bytes(sizes.seqlen_q, widths)
     if tile.warps:
         head_bytes = cutlass.min(head_bytes, (1 << 30) // (32 // tile.warps)) * (32 // tile.warps)
     return head_bytes
 
 
-def _in_sections(mask, in_turn: bool) -> bool:
+def in_sections(mask, in_turn: bool) -> bool:
     """Are key tiles taken from many heads by turns? Causal, so that lengths mix. Who adds in turn then seldom follows
     close behind another; under a window nobody does."""
     return (mask.causal or in_turn) and not mask.left
@@ -58,7 +61,7 @@ def ahead_of(
     head can be apart in the order of unit_of."""
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     distance = blocks
-    if cutlass.const_expr(_in_sections(mask, in_turn)):
+    if cutlass.const_expr(in_sections(mask, in_turn)):
         distance = blocks * section_width(sizes.heads_kv * sizes.batch, _section_bytes(sizes, tile, widths))
     return Ahead(distance, blocks, sizes.heads_q // sizes.heads_kv)
 
@@ -82,7 +85,7 @@ def unit_of(
     """
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     group, way = sizes.heads_q // sizes.heads_kv, Int32(-1 if in_turn else 1)
-    if cutlass.const_expr(_in_sections(mask, in_turn)):
+    if cutlass.const_expr(in_sections(mask, in_turn)):
         # the first keys are seen by most query tiles and start first, within as many heads as keep Q, dO, dQ in L2
         rows, head_bytes = sizes.heads_kv * sizes.batch, _section_bytes(sizes, tile, widths)
         work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, head_bytes, Int32(1))

@@ -71,8 +71,8 @@ def compile_forward(kernel: Callable[..., Any], plan: Plan, split: bool, options
 
 
 def compile_backward(kernel: Callable[..., Any], plan: Plan, options: str = ""):
-    """kernel(dout, q, k, v, out, lse, dlse, dq, dk, dv, scale[, left, right, softcap], scratch, stream), compiled to a
-    TVM-FFI function."""
+    """kernel(dout, q, k, v, out, lse, dlse, dq, dk, dv[, cu_seqlens_q, cu_seqlens_k], scale[, left, right, softcap],
+    scratch, stream), compiled to a TVM-FFI function."""
     dtype = DTYPES[plan.dtype]
     batch, seqlen_q, seqlen_k, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
     head_dim, head_dim_v = cute.sym_int(), cute.sym_int()
@@ -85,7 +85,7 @@ def compile_backward(kernel: Callable[..., Any], plan: Plan, options: str = ""):
         return make_fake_tensor(cutlass.Float32, (batch, heads_q, seqlen_q), strides, assumed_align=4)
 
     q, k, v = (seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv, head_dim), (seqlen_k, heads_kv, head_dim_v)
-    out = (seqlen_q, heads_q, head_dim_v)
+    out, starts = (seqlen_q, heads_q, head_dim_v), cute.sym_int()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This static loop has")  # see compile_forward
         return cute.compile(
@@ -94,6 +94,7 @@ def compile_backward(kernel: Callable[..., Any], plan: Plan, options: str = ""):
             per_row(),
             per_row() if plan.lse_grad else None,
             *(of(*sizes) for sizes in (q, k, v)),
+            *((_words(starts, 4), _words(starts, 4)) if plan.form == PACKED else ()),
             cutlass.Float32(1.0),
             *(() if plan.plain else (cutlass.Int32(0), cutlass.Int32(0), cutlass.Float32(0.0))),
             make_fake_tensor(cutlass.Float32, (cute.sym_int64(),), (1,), assumed_align=16),

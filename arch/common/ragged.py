@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 BOUND = 1 << 30
 WRAP = 1 << 33
@@ -36,9 +36,12 @@ class Place(NamedTuple):
 def ragged_view(tensor: cute.Tensor, rows_mode: int = 0) -> cute.Tensor:
     """(1, rows, heads, width) as TMA is to see it: modes (x, width, heads, y, z), x and width the other way round with
     rows_mode 1."""
-    _, _, heads, width = tensor.shape
+    _, rows, heads, width = tensor.shape
     _, row, head, column = tensor.stride
-    back = cute.assume(WRAP - row, divby=128 // tensor.element_type.width)
+    step = 128 // tensor.element_type.width
+    # a single row's stride may be anything, but here it counts: x and y take it 2^30 times, z gives it back
+    row = cute.assume(Int64(cutlass.select_(rows == 1, Int64(step), row)), divby=step)
+    back = cute.assume(WRAP - row, divby=step)
     shape, stride = [BOUND, width], [row, column]
     if rows_mode:
         shape, stride = shape[::-1], stride[::-1]
@@ -53,6 +56,11 @@ def sequence_plane(tensor: cute.Tensor, head: Int32, rows: Rows, rows_mode: int 
     return cute.domain_offset((0, start) if rows_mode else (start, 0), plane)
 
 
+def sequence_heads(tensor: cute.Tensor, rows: Rows) -> cute.Tensor:
+    """The same of all heads: (rows, width, heads)."""
+    return cute.domain_offset((BOUND - rows.count, 0, 0), tensor[None, None, None, rows.first + rows.count, BOUND])
+
+
 def only_rows(tensor: cute.Tensor, mode: int, rows: Rows) -> cute.Tensor:
     """A tensor in global memory with the rows of one sequence in that mode."""
     moved = cute.domain_offset(tuple(rows.first if i == mode else 0 for i in range(cute.rank(tensor))), tensor)
@@ -60,11 +68,62 @@ def only_rows(tensor: cute.Tensor, mode: int, rows: Rows) -> cute.Tensor:
     return cute.make_tensor(moved.iterator, cute.make_layout(shape, stride=tensor.stride))
 
 
-@cute.jit
 def rows_of(starts: cute.Tensor, index: Int32, total: Int32) -> Rows:
     """Of sequence `index`, or of what follows the last one. Within the tensor, whatever the lengths say."""
-    first = cutlass.min(cutlass.max(starts[index], 0), total)
+    first = start_of(starts, index, total)
+    return Rows(first, cutlass.max(_end_of(starts, index, total) - first, 0))
+
+
+def start_of(starts: cute.Tensor, index: Int32, total: Int32) -> Int32:
+    return cutlass.min(cutlass.max(starts[index], 0), total)
+
+
+@cute.jit
+def _end_of(starts: cute.Tensor, index: Int32, total: Int32) -> Int32:
     end = total
     if index + 1 < starts.shape[0]:
         end = cutlass.min(starts[index + 1], total)
-    return Rows(first, cutlass.max(end - first, 0))
+    return end
+
+
+def first_slot(starts: cute.Tensor, index: Int32, total: Int32, tile: int) -> Int32:
+    """Where the tiles of a sequence begin in memory that has room for whole tiles of each: slots_of in all. Found
+    without a sum over those before; a slot between two sequences may stay unused."""
+    return start_of(starts, index, total) // tile + index
+
+
+def slots_of(total: Int32, sequences: Int32, tile: int) -> Int32:
+    return total // tile + sequences + 1
+
+
+@cute.jit
+def last_reached(starts: cute.Tensor, count: Int32, sought: Int32, total: Int32, tile: cutlass.Constexpr):
+    """By a warp: the last of `count` entries that starts at `sought` or before; with a tile, whose first slot does."""
+    lane, first = cute.arch.lane_idx(), Int32(0)
+    while count > 1:
+        step = (count + 31) // 32
+        place = first + cutlass.min(lane * step, count - 1)
+        if cutlass.const_expr(tile):
+            start = first_slot(starts, place, total, tile)
+        else:
+            start = starts[place]
+        reached = cute.arch.popc(cute.arch.vote_ballot_sync((lane * step < count) & (start <= sought)))
+        skipped = cutlass.max(reached - 1, 0) * step
+        first += skipped
+        count = cutlass.min(step, count - skipped)
+    return first
+
+
+class SlotRows(NamedTuple):
+    """What a slot holds."""
+
+    tile: Int32  # of the sequence
+    rows: Rows  # of the sequence
+
+
+@cute.jit
+def slot_rows(starts: cute.Tensor, slot: Int32, total: Int32, tile: cutlass.Constexpr) -> SlotRows:
+    """By a warp."""
+    index = last_reached(starts, starts.shape[0], slot, total, tile)
+    within = cutlass.max(slot - first_slot(starts, index, total, tile), 0)
+    return SlotRows(within, rows_of(starts, index, total))

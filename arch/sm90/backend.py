@@ -60,6 +60,7 @@ class Sm90Backend:
         variant = tiles.backward_variant(*dims, tile)
         return replace(
             forward,
+            form=problem.form,
             head_dim=widths[0],
             head_dim_v=widths[1],
             lse_grad=problem.lse_grad,

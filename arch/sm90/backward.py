@@ -17,22 +17,14 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from cute_flash.spec.plan import Plan
+from cute_flash.spec.problem import PACKED
 
 from ..common import delta
-from ..common.entry import BoundedEntry, PlainEntry
-from ..common.keyunits import (
-    Unit,
-    ahead_of,
-    first_stop,
-    next_stop,
-    ticket_of,
-    turn_of,
-    unit_count,
-    unit_from,
-    unit_of,
-)
+from ..common.entry import BoundedEntry, PackedBoundedEntry, PackedEntry, PlainEntry
+from ..common.keyunits import Unit, ahead_of, first_stop, next_stop, turn_of, unit_count
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
+from ..common.ragged import slots_of
 from .epilogue import store_direct
 from .grad import convert, zeros
 from .grad.epilogue import add_dq, add_dq_in_turn, hand_over_dq, offer_room, offer_room_if
@@ -43,6 +35,7 @@ from .grad.mma import Accumulators, BackwardMmas, as_operand, issue, make_accumu
 from .grad.pipeline import DS_STORED, BackwardPipelines, as_words, backward_states, hold, open_backward
 from .grad.queue import announce, draw, open_units, receive, unit_states
 from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, ZERO_WARP, backward_schedule
+from .grad.units import KeyUnits, PackedKeyUnits
 from .grad.weights import (
     by_columns,
     capped_probabilities,
@@ -54,7 +47,8 @@ from .grad.weights import (
 )
 from .pipeline import wait_full
 from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
-from .tiles import ALTERNATE, APART, dq_width
+from .sequences import Lengths, launch_prepare, table_of
+from .tiles import ALTERNATE, APART, TABLE, dq_width, table_room
 
 
 class MmaContext(NamedTuple):
@@ -77,6 +71,8 @@ class BackwardSm90(PlainEntry):
     """One Plan's kernel. Everything read here comes from the Plan. The kernels of wide heads that own keys derive from
     this one: they differ in what a tile's step does, in the rooms it wants and in whether they make dQ."""
 
+    makes_dq = True
+
     def __init__(self, plan: Plan, dtype: type):
         self.tile, self.max_ctas = plan.tile, plan.ctas
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
@@ -86,6 +82,8 @@ class BackwardSm90(PlainEntry):
         self.alternate = plan.variant == ALTERNATE
         # are parts of dQ added in a fixed order? Then units are walked so that few wait: see unit_of
         self.in_turn = plan.deterministic and plan.variant != APART
+        self.packed = plan.form == PACKED
+        self.units = (PackedKeyUnits if self.packed else KeyUnits)(plan, self.in_turn)
         self.mmas = self.make_mmas()
         self.schedule = backward_schedule(self.mmas.warpgroups)
 
@@ -123,29 +121,64 @@ class BackwardSm90(PlainEntry):
         delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, ahead).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
-        factors = (scale * LOG2_E, None)
-        if cutlass.const_expr(self.softcap):
-            factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
-        zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, unit_count(sizes, tile))
-        self.launch_keys((q, k, v, do), (zeroing, dk, dv), (scale, factors), sizes, stream)
+        units = unit_count(sizes, tile)
+        zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, units)
+        factors = self.factors(scale, softcap)
+        self.launch_keys((q, k, v, do), (zeroing, dk, dv), (scale, factors), sizes, units, stream)
         shape = (tile.tile_m, self.mmas.dq_columns)
         convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.jit
-    def launch_keys(self, moved: tuple, results: tuple, numbers: tuple, sizes: Sizes, stream):
+    def launch_packed(self, tensors: tuple, others: tuple, numbers: tuple, starts: tuple, memory: cute.Tensor, stream):
+        """Four kernels. `starts`: (cu_seqlens_q, cu_seqlens_k); `memory`: the table, then the scratch, where every
+        sequence has slots of its own (common/ragged.py). Sums start as zeros in delta's kernel."""
+        q, k, v, do, dq, dk, dv = tensors
+        o, lse, dlse = others
+        scale, left, right, softcap = numbers
+        starts_q, starts_k = starts
+        tile, sequences = self.tile, starts_q.shape[0] - 1
+        sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], left, right)
+        table = table_of(cute.make_tensor(cute.recast_ptr(memory.iterator, dtype=Int32), memory.layout), sequences)
+        launch_prepare(Lengths(starts_k, starts_q, sizes.seqlen_k, sizes.seqlen_q), table, tile.tile_n, stream)
+        by_slot = (slots_of(sizes.seqlen_q, sequences, tile.tile_m), sizes.heads_q, Int32(1))
+        parts = self.mmas.dq_parts if self.in_turn else 0
+        room = cute.domain_offset((table_room(TABLE.elements(sequences)),), memory)
+        scratch = delta.scratch_of(room, by_slot, tile.tile_m, self.width_dq, parts, 1)
+        delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, None, starts_q).launch(
+            grid=delta.row_tile_grid(by_slot), block=(delta.THREADS, 1, 1), stream=stream
+        )
+        units = slots_of(sizes.seqlen_k, sequences, tile.tile_n) * sizes.heads_kv
+        factors = self.factors(scale, softcap)
+        results = (zeros.Zeroing(scratch, table=table), dk, dv)
+        self.launch_keys((q, k, v, do), results, (scale, factors), sizes, units, stream)
+        shape = (tile.tile_m, self.mmas.dq_columns)
+        convert.convert_kernel(scratch.dq, dq, scale, shape, starts_q).launch(
+            grid=delta.row_tile_grid(by_slot), block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
+        )
+
+    @cute.jit
+    def factors(self, scale: Float32, softcap: Float32 | None) -> tuple:
+        """See MmaContext."""
+        factors = (scale * LOG2_E, None)
+        if cutlass.const_expr(self.softcap):
+            factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
+        return factors
+
+    @cute.jit
+    def launch_keys(self, moved: tuple, results: tuple, numbers: tuple, sizes: Sizes, units: Int32, stream):
         """The kernel alone. `moved`: (q, k, v, do), through TMA; `results`: (zeroing, dk, dv); `numbers`: (scale,
-        factors)."""
+        factors); `units`: at most so many."""
         scale, factors = numbers
         layouts = self.layouts()
-        sources = sources_of(moved, layouts, self.tile, (self.width_qk, self.width_dq, self.width_v))
+        sources = sources_of(moved, layouts, self.tile, (self.width_qk, self.width_dq, self.width_v), self.packed)
         self.kernel(sources, results, scale, factors, sizes, layouts).launch(
-            grid=(cutlass.min(unit_count(sizes, self.tile), self.max_ctas), 1, 1),
+            grid=(cutlass.min(units, self.max_ctas), 1, 1),
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=results[0].ahead is not None,
+            use_pdl=self.makes_dq,
         )
 
     @cute.kernel
@@ -160,14 +193,17 @@ class BackwardSm90(PlainEntry):
     ):
         tile, schedule = self.tile, self.schedule
         zeroing, dk, dv = results
-        scratch, makes_dq = zeroing.scratch, zeroing.ahead is not None
+        makes_dq, zeroes = self.makes_dq, self.makes_dq and self.units.zeroes
         thread, _, _ = cute.arch.thread_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         prefetch_descriptors(warp_index, (sources.k, sources.q, sources.v, sources.do))
         floats, receivers, s_dq = {}, schedule.mma_warps, None
         if cutlass.const_expr(makes_dq):
-            floats = {"dq": tile.tile_m * self.width_dq, "zeros": zeros_of(tile)}
-            receivers += self.mmas.dq_parts + 1
+            floats = {"dq": tile.tile_m * self.width_dq}
+            receivers += self.mmas.dq_parts
+        if cutlass.const_expr(zeroes):
+            floats["zeros"] = zeros_of(tile)
+            receivers += 1
         storage = SmemAllocator().allocate(storage_of(layouts, self.dtype, 2 * tile.tile_m, floats))
         rooms = rooms_of(storage, layouts)
         s_rows = storage.rows.get_tensor(cute.make_layout((2 * tile.tile_m, tile.stages)))
@@ -183,13 +219,13 @@ class BackwardSm90(PlainEntry):
             if cutlass.const_expr(makes_dq):
                 cute.arch.griddepcontrol_wait()
             if warp_index == LOAD_WARP:
-                self.load_role(pipes, units, (sources, scratch), (rooms, s_rows), sizes)
+                self.load_role(pipes, units, (sources, zeroing), (rooms, s_rows), sizes)
             else:
                 if cutlass.const_expr(makes_dq):
                     if warp_index < FIRST_ADD_WARP + self.mmas.dq_parts:
                         self.add_role(s_dq, zeroing, units, warp_index - FIRST_ADD_WARP, sizes)
                     elif warp_index == ZERO_WARP:
-                        zeros.zero_role(zeroing, storage.zeros.get_tensor(cute.make_layout(zeros_of(tile))), ring)
+                        self.zero_role(zeroing, storage, ring)
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             context = MmaContext(
@@ -209,37 +245,41 @@ class BackwardSm90(PlainEntry):
 
     @cute.jit
     def load_role(self, pipes: BackwardPipelines, units: tuple, origin: tuple, rooms: tuple, sizes: Sizes):
-        sources, scratch = origin
+        sources, zeroing = origin
         smem, s_rows = rooms
-        tile, widths = self.tile, (self.width_qk, self.width_v)
+        tile, counters = self.tile, zeroing.scratch.counters
         ring, _ = units
         states = backward_states(pipelines.PipelineUserType.Producer, self.slots)
-        ticket_state, count = unit_states(pipelines.PipelineUserType.Producer), unit_count(sizes, tile)
-        index = draw(scratch.counters, 0)  # the first too: who has not started must not hold what others wait for
+        ticket_state, count = unit_states(pipelines.PipelineUserType.Producer), self.units.count(zeroing, sizes)
+        index = draw(counters, 0)  # the first too: who has not started must not hold what others wait for
         while index < count:
-            unit = unit_of(index, sizes, tile, widths, self.mask, self.in_turn)
-            ticket_state = announce(ring, ticket_state, ticket_of(index, unit))
+            unit = self.units.at(index, zeroing, sizes)
+            ticket_state = announce(ring, ticket_state, self.units.ticket(index, unit))
+            queries, keys = self.units.places(unit)
             feed = Feed(
-                k=tile_copy(sources.k, smem.k, (tile.tile_n, self.width_dq), unit.batch),
-                v=tile_copy(sources.v, smem.v, (tile.tile_n, self.width_v), unit.batch),
-                q=tile_copy(sources.q, smem.q, (tile.tile_m, self.width_qk), unit.batch),
-                do=tile_copy(sources.do, smem.do, (tile.tile_m, self.width_v), unit.batch),
-                row_values=scratch.rows[None, None, None, unit.batch],
+                k=tile_copy(sources.k, smem.k, (tile.tile_n, self.width_dq), keys),
+                v=tile_copy(sources.v, smem.v, (tile.tile_n, self.width_v), keys),
+                q=tile_copy(sources.q, smem.q, (tile.tile_m, self.width_qk), queries),
+                do=tile_copy(sources.do, smem.do, (tile.tile_m, self.width_v), queries),
+                row_values=self.units.scratch(zeroing.scratch, unit).rows[None, None, None, unit.batch],
                 s_rows=s_rows,
             )
             states = feed_unit(pipes, states, feed, unit, self.in_turn, self.tile.votes)
-            index = draw(scratch.counters, 0)
+            index = draw(counters, 0)
         announce(ring, ticket_state, (Int32(0),))
 
     @cute.jit
     def add_role(self, s_dq: cute.Tensor, zeroing: zeros.Zeroing, units: tuple, group: Int32, sizes: Sizes):
-        scratch = zeroing.scratch
         ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
         ring, group_size = units
         ticket, ticket_state = receive(ring, ticket_state)
         while ticket[0] != 0:
-            unit = unit_from(ticket, group_size)
-            zeros.wait_zeroed(zeroing, unit)
+            unit = self.units.told(ticket, group_size, (sizes.left, sizes.right))
+            scratch = self.units.scratch(zeroing.scratch, unit)
+            seqlen_q, seqlen_k = self.units.seqlens(unit, (sizes.seqlen_q, sizes.seqlen_k))
+            own = sizes._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+            if cutlass.const_expr(self.units.zeroes):
+                zeros.wait_zeroed(zeroing, unit)
             stop, left, seen = first_stop(unit, self.in_turn), unit.tiles.count * unit.group, Int32(-1)
             if cutlass.const_expr(self.in_turn):
                 offer_room_if(left > 0, group)
@@ -249,7 +289,7 @@ class BackwardSm90(PlainEntry):
                 sums = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
                 stop = next_stop(stop, unit, self.in_turn)
                 if cutlass.const_expr(self.in_turn):
-                    turn = turn_of(unit, at, sizes, self.tile, self.mask)
+                    turn = turn_of(unit, at, own, self.tile, self.mask)
                     now = scratch.turns[None, at, head, unit.batch], turn, seen
                     after = scratch.turns[None, stop[0], unit.head_first + stop[1], unit.batch], left > 0
                     seen = add_dq_in_turn(s_dq, sums, group, now, after)
@@ -257,6 +297,12 @@ class BackwardSm90(PlainEntry):
                     offer_room(group)
                     add_dq(s_dq, sums, group)
             ticket, ticket_state = receive(ring, ticket_state)
+
+    @cute.jit
+    def zero_role(self, zeroing: zeros.Zeroing, storage: cutlass.Constexpr, ring: tuple):
+        if cutlass.const_expr(self.units.zeroes):
+            size = zeros_of(self.tile)
+            zeros.zero_role(zeroing, storage.zeros.get_tensor(cute.make_layout(size)), ring)
 
     @cute.jit
     def mma_role(self, context: MmaContext, units: tuple, targets: tuple, scale: Float32):
@@ -268,13 +314,14 @@ class BackwardSm90(PlainEntry):
         ring, group_size = units
         ticket, ticket_state = receive(ring, ticket_state)
         while ticket[0] != 0:
-            unit = unit_from(ticket, group_size)
-            row_start, dv_rows = unit.key_block * tile_n, dv[unit.batch, None, unit.head_kv, None]
-            states = self.through(context, states, unit, dv_rows)
+            unit = self.units.told(ticket, group_size, context.bounds)
+            seqlens = self.units.seqlens(unit, context.seqlens)
+            row_start, dv_rows = unit.key_block * tile_n, self.units.key_rows(dv, unit)
+            states = self.through(context._replace(seqlens=seqlens), states, unit, dv_rows)
             if cutlass.const_expr(not self.tile.halves):
                 self.leave(acc.dv, dv_rows, thread, row_start, self.width_v)
             acc.dk.store(acc.dk.load() * scale)
-            self.leave(acc.dk, dk[unit.batch, None, unit.head_kv, None], thread, row_start, self.width_qk)
+            self.leave(acc.dk, self.units.key_rows(dk, unit), thread, row_start, self.width_qk)
             ticket, ticket_state = receive(ring, ticket_state)
 
     def leave(self, acc: cute.Tensor, rows: cute.Tensor, thread: Int32, row_start: Int32, width: int):
@@ -460,3 +507,11 @@ class BackwardSm90(PlainEntry):
 
 class BoundedBackwardSm90(BoundedEntry, BackwardSm90):
     """For a Plan that is not plain."""
+
+
+class PackedBackwardSm90(PackedEntry, BackwardSm90):
+    """For packed sequences."""
+
+
+class PackedBoundedBackwardSm90(PackedBoundedEntry, BackwardSm90):
+    """Both."""

@@ -10,6 +10,7 @@ from cute_flash.spec.plan import Plan
 
 from ..common import delta
 from ..common.entry import BoundedEntry, PlainEntry
+from ..common.keyunits import unit_count
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from .dkdv import KeyGradientsSm90
@@ -41,7 +42,8 @@ class ApartBackwardSm90(PlainEntry):
         factors = (scale * LOG2_E, None)
         if cutlass.const_expr(self.softcap):
             factors = (softcap * LOG2_E, 2.0 * LOG2_E * scale / softcap)
-        self.keys.launch_keys((q, k, v, do), (Zeroing(scratch), dk, dv), (scale, factors), sizes, stream)
+        units = unit_count(sizes, self.keys.tile)
+        self.keys.launch_keys((q, k, v, do), (Zeroing(scratch), dk, dv), (scale, factors), sizes, units, stream)
         self.queries.launch((q, k, v, do, dq), scratch, (scale, factors), sizes, stream)
 
 

@@ -14,7 +14,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from cute_flash.spec.plan import Tile
 
-from ..common.entry import BoundedEntry
+from ..common.entry import BoundedEntry, PackedBoundedEntry, PackedEntry
 from .backward import BackwardSm90, MmaContext
 from .epilogue import store_transposed
 from .grad.epilogue import hand_over_dq
@@ -163,3 +163,11 @@ class WideBackwardSm90(BackwardSm90):
 
 class BoundedWideBackwardSm90(BoundedEntry, WideBackwardSm90):
     """For a Plan that is not plain."""
+
+
+class PackedWideBackwardSm90(PackedEntry, WideBackwardSm90):
+    """For packed sequences."""
+
+
+class PackedBoundedWideBackwardSm90(PackedBoundedEntry, WideBackwardSm90):
+    """Both."""

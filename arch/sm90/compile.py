@@ -4,9 +4,14 @@ from cute_flash.spec.plan import Plan
 from cute_flash.spec.problem import PACKED
 
 from ..common import operands
-from .backward import BackwardSm90, BoundedBackwardSm90
+from .backward import BackwardSm90, BoundedBackwardSm90, PackedBackwardSm90, PackedBoundedBackwardSm90
 from .backward_apart import ApartBackwardSm90, BoundedApartBackwardSm90
-from .backward_wide import BoundedWideBackwardSm90, WideBackwardSm90
+from .backward_wide import (
+    BoundedWideBackwardSm90,
+    PackedBoundedWideBackwardSm90,
+    PackedWideBackwardSm90,
+    WideBackwardSm90,
+)
 from .decode import compile_decode
 from .forward import (
     BoundedForwardSm90,
@@ -33,7 +38,11 @@ def compile_forward(plan: Plan, options: str = ""):
 
 def compile_backward(plan: Plan, options: str = ""):
     plain, bounded = BackwardSm90, BoundedBackwardSm90
-    if plan.variant == APART:
+    if plan.form == PACKED:
+        plain, bounded = PackedBackwardSm90, PackedBoundedBackwardSm90
+        if plan.variant == WIDE:
+            plain, bounded = PackedWideBackwardSm90, PackedBoundedWideBackwardSm90
+    elif plan.variant == APART:
         plain, bounded = ApartBackwardSm90, BoundedApartBackwardSm90
     elif plan.variant == WIDE:
         plain, bounded = WideBackwardSm90, BoundedWideBackwardSm90

@@ -28,6 +28,8 @@ WARPGROUPS = 2
 class KeyGradientsSm90(BackwardSm90):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
+    makes_dq = False
+
     def make_mmas(self):
         return WideMmas(self.tile, self.width_qk, self.width_v, WARPGROUPS, self.dtype)
 

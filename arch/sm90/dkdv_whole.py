@@ -33,6 +33,8 @@ from .pipeline import wait_full
 class WholeKeyGradientsSm90(BackwardSm90):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
+    makes_dq = False
+
     def make_mmas(self):
         return BackwardMmas(self.tile, self.width_qk, self.width_v, self.width_dq, self.dtype, dp_parts=2)
 

@@ -17,7 +17,7 @@ from cute_flash.spec.plan import Plan
 
 from ..common.blocks import key_tiles, never_none, window_tiles
 from ..common.order import Sizes, WorkTile, head_by_head, longest_first
-from ..common.ragged import Place, Rows, rows_of
+from ..common.ragged import Place, Rows, last_reached, rows_of, slots_of
 from .queue import Ticket, draw
 from .tiles import drawn_together
 from .units import Unit, Units
@@ -33,6 +33,7 @@ class Table(NamedTuple):
 
     rows: cute.Tensor  # (4, entries) Int32: first row and rows of q, first row and rows of k
     starts: cute.Tensor  # (entries + 1,) Int32: query tiles of a head before those of the entry; of all of them
+    order: cute.Tensor  # (entries,) Int32: which sequence the entry is
 
 
 def table_of(memory: cute.Tensor, sequences: Int32) -> Table:
@@ -40,7 +41,8 @@ def table_of(memory: cute.Tensor, sequences: Int32) -> Table:
     entries = sequences + 1
     rows = cute.make_tensor(memory.iterator, cute.make_layout((4, entries)))
     starts = cute.make_tensor(memory.iterator + 4 * entries, cute.make_layout(entries + 1))
-    return Table(rows, starts)
+    order = cute.make_tensor(memory.iterator + 5 * entries + 1, cute.make_layout(entries))
+    return Table(rows, starts, order)
 
 
 class Lengths(NamedTuple):
@@ -66,10 +68,10 @@ def _tiles(place: Place, tile_m: int) -> Int32:
 
 
 @cute.jit
-def _write(table: Table, rank: Int32, place: Place, start: Int32):
+def _write(table: Table, rank: Int32, index: Int32, place: Place, start: Int32):
     entry = table.rows[None, rank]
     entry[0], entry[1], entry[2], entry[3] = place.q.first, place.q.count, place.k.first, place.k.count
-    table.starts[rank] = start
+    table.starts[rank], table.order[rank] = start, index
 
 
 def _add(x: Int32, y: Int32) -> Int32:
@@ -97,7 +99,7 @@ def _ranked(lengths: Lengths, table: Table, index: Int32, tile_m: cutlass.Conste
             before = _add(before, tiles)
     rank, before, total = _warp_total(rank), _warp_total(before), _warp_total(total)
     if lane == 0:
-        _write(table, rank, mine, before)
+        _write(table, rank, index, mine, before)
         if index == 0:
             table.starts[entries] = total
 
@@ -136,7 +138,7 @@ def _counted(lengths: Lengths, table: Table, tile_m: cutlass.Constexpr):
         if other < warp:
             before = _add(before, sums[other, 1])
     if index < entries:
-        _write(table, index, mine, before)
+        _write(table, index, index, mine, before)
         if index == entries - 1:
             table.starts[entries] = _add(before, tiles)
 
@@ -162,23 +164,20 @@ def launch_prepare(lengths: Lengths, table: Table, tile_m: cutlass.Constexpr, st
     )
 
 
-@cute.jit
-def _entry_at(starts: cute.Tensor, tile: Int32) -> Int32:
-    """By a warp: the last entry whose first query tile is `tile` or before it."""
-    lane, first, count = cute.arch.lane_idx(), Int32(0), cute.size(starts) - 1
-    while count > 1:
-        step = (count + 31) // 32
-        start = starts[first + cutlass.min(lane * step, count - 1)]
-        reached = cute.arch.popc(cute.arch.vote_ballot_sync((lane * step < count) & (start <= tile)))
-        skipped = cutlass.max(reached - 1, 0) * step
-        first += skipped
-        count = cutlass.min(step, count - skipped)
-    return first
+def entry_at(table: Table, tile: Int32) -> Int32:
+    """By a warp: the one that has this tile, of those of a head."""
+    return last_reached(table.starts, cute.size(table.order), tile, 0, 0)
 
 
-def _place_at(table: Table, entry: Int32) -> Place:
+def place_at(table: Table, entry: Int32) -> Place:
     numbers = cute.make_tensor(table.rows[None, entry].iterator.align(16), cute.make_layout(4)).load()
     return Place(Rows(numbers[0], numbers[1]), Rows(numbers[2], numbers[3]))
+
+
+def tile_total(table: Table, heads: Int32) -> Int32:
+    """Tiles of all sequences and heads. Their numbers, and some beyond, are 32-bit."""
+    most = ((1 << 31) - (1 << 16)) // heads
+    return cutlass.min(table.starts[cute.size(table.order)], most) * heads
 
 
 class PackedUnits(Units):
@@ -189,12 +188,11 @@ class PackedUnits(Units):
         self.together = drawn_together(plan.tile)
 
     def bound(self, sizes: Sizes, sequences: Int32) -> Int32:
-        """As many as there may be, on the host: of the tiles of a sequence all but the last are full."""
-        return (sizes.seqlen_q // self.tile.tile_m + sequences + 1) * sizes.heads_q
+        """As many as there may be, on the host."""
+        return slots_of(sizes.seqlen_q, sequences, self.tile.tile_m) * sizes.heads_q
 
     def count(self, sizes: Sizes, table: Table) -> Int32:
-        most = ((1 << 31) - (1 << 16)) // sizes.heads_q  # numbers of units, and some beyond, are 32-bit
-        return cutlass.min(table.starts[cute.size(table.starts) - 1], most) * sizes.heads_q
+        return tile_total(table, sizes.heads_q)
 
     @cute.jit
     def following(self, index: Int32, units: Int32, counter: cute.Tensor) -> Int32:
@@ -213,9 +211,9 @@ class PackedUnits(Units):
         if live == 0:
             entry = Int32(0)
         elif tile < table.starts[entry] or tile >= table.starts[entry + 1]:
-            entry = _entry_at(table.starts, tile)
+            entry = entry_at(table, tile)
         start = table.starts[entry]
-        place = _place_at(table, entry)
+        place = place_at(table, entry)
         work = self.work(index - start * sizes.heads_q, place, sizes)
         return Ticket(live, work, Int32(0), place), entry
 

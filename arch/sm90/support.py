@@ -4,11 +4,12 @@ from cute_flash.spec.device import Device
 from cute_flash.spec.problem import BACKWARD, CACHE, DENSE, FORWARD, PACKED, Problem
 
 from ..common.support import refuse_call
+from . import tiles
 from .cached.tiles import TILE_N, page_fits
 
 CAPABILITY = (9, 0)
 FEATURES = frozenset({"softcap"})  # options beyond the plain call that are served
-FORMS = {FORWARD: (DENSE, PACKED, CACHE), BACKWARD: (DENSE,)}
+FORMS = {FORWARD: (DENSE, PACKED, CACHE), BACKWARD: (DENSE, PACKED)}
 
 
 def native(device: Device) -> bool:
@@ -22,9 +23,14 @@ def refuse(problem: Problem) -> tuple[str, ...]:
     if not native(device):
         major, minor = device.capability
         return (f"runs on compute capability 9.0 (wgmma), this GPU has {major}.{minor}",)
-    return refuse_call(problem, FEATURES, forms=FORMS[problem.direction]) + (
-        _refuse_cache(problem) if problem.form == CACHE else ()
-    )
+    reasons = refuse_call(problem, FEATURES, forms=FORMS[problem.direction])
+    if problem.form == CACHE:
+        reasons += _refuse_cache(problem)
+    if problem.form == PACKED and problem.direction == BACKWARD and not tiles.packed_backward(problem):
+        dims = f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}"
+        built = "up to head dim 128, and for 129 to 192 with a head_dim_v of 65 to 192"
+        reasons += (f"the backward of packed sequences is built {built}, not for {dims}",)
+    return reasons
 
 
 def _refuse_cache(problem: Problem) -> tuple[str, ...]:

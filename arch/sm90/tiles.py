@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import Problem
+from cute_flash.spec.problem import PACKED, Problem
 from cute_flash.spec.scratch import ScratchRule, TableRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
@@ -171,7 +171,12 @@ def drawn_together(tile: Tile) -> int:
     return 4 if tile.tile_m == 64 else 1
 
 
-TABLE = TableRule(words_per_sequence=5, words=6)  # what prepares a launch for packed sequences: sequences.py
+TABLE = TableRule(words_per_sequence=6, words=7)  # what prepares a launch for packed sequences: sequences.py
+TABLE_ALIGN = 32  # words: a backward's scratch begins after its table, at 128 bytes
+
+
+def table_room(words: int) -> int:
+    return (words + TABLE_ALIGN - 1) // TABLE_ALIGN * TABLE_ALIGN
 
 
 ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward take turns at dQ
@@ -179,11 +184,12 @@ ALTERNATE = "alternate"  # Plan.variant: the MMA warpgroups of a fused backward 
 WIDE = "wide"  # Plan.variant: one kernel for heads that backward.py has no registers for, see backward_wide.py
 
 WIDE_TILE = Tile(64, 96, stages=2)
+WIDE_WIDTHS = (192, 192), (192, 128)
 
 
 def wide_backward(problem: Problem) -> bool:
-    """For widths of 192, and 128 or 192 of v. It adds dQ in memory, in any order, and a tile of 96 keys sees more that
-    a causal mask hides: two kernels (APART) win at few keys, and where gradients must be repeatable.
+    """For widths of 192, and 128 or 192 of v. It adds dQ in memory, and a tile of 96 keys sees more that a causal mask
+    hides: two kernels (APART) win at few keys. Those do not take packed sequences.
 
     NVIDIA H200, 2026-11-30, commits 9d04420 and e434319, TFLOP/s wide / apart / FA4. d=192 causal S=512 210 236 214,
     1024 327 316 314, 2048 422 361 385, 4096 495 392 445, 16384 541 411 512, full 1024 429 376 403, 4096 507 401 475,
@@ -191,9 +197,17 @@ def wide_backward(problem: Problem) -> bool:
     1024 381 401 363, 4096 459 441 434, 16384 506 446 478. d=192 causal 4096 added in turn 297, apart 411.
     """
     widths = _halved(problem.head_dim), _halved(problem.head_dim_v)
-    if problem.deterministic or widths not in ((192, 192), (192, 128)):
+    if widths not in WIDE_WIDTHS:
         return False
-    return not problem.short or (widths == (192, 192) and str(problem.mask) == "full")
+    if problem.form == PACKED or not problem.short:
+        return True
+    return widths == (192, 192) and str(problem.mask) == "full" and not problem.deterministic
+
+
+def packed_backward(problem: Problem) -> bool:
+    """One kernel that makes dQ, dK and dV takes packed sequences."""
+    dims = problem.head_dim, problem.head_dim_v
+    return fused_backward(*dims) or tuple(map(_halved, dims)) in WIDE_WIDTHS
 
 
 def wide_do_slots(width_v: int) -> int:
@@ -296,7 +310,8 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
         kinds = [replace(plan.tile, warps=w) for w in (16, 8, 4, 2)] if plan.mask.causal else []
         kinds += [replace(plan.tile, votes=True)]
         return tuple(replace(plan, tile=kind) for kind in kinds)
-        return (replace(plan, tile=tile, variant=APART, deterministic=True),)
+        any_order = (replace(plan, deterministic=False),) if plan.deterministic else ()
+        return replace(plan, tile=tile, variant=APART, deterministic=True), *any_order
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
         kinds = [replace(plan.tile, votes=True)]
@@ -335,4 +350,5 @@ def backward_scratch(plan: Plan) -> ScratchRule:
     if plan.variant == APART:
         return ScratchRule(plan.tile.tile_m, 2, 2)
     width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
-    return ScratchRule(plan.tile.tile_m, width_dq + 2, 4 if plan.deterministic else 2)
+    rule = ScratchRule(plan.tile.tile_m, width_dq + 2, 4 if plan.deterministic else 2)
+    return replace(rule, table=TABLE, table_align=TABLE_ALIGN) if plan.form == PACKED else rule

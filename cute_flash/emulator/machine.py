@@ -13,6 +13,7 @@ from .engine import MODES, STARVED, Engine
 from .errors import BadAccess, Deadlock, EmulatorError, IllegalInstruction, StepLimit
 from .memory import DYNAMIC_BASE, HostMemory, SharedMemory
 from .order import Order, Shadow
+from .polls import PATIENCE, MemoryWait
 from .ptx import Kernel
 from .registers import LANES, RegisterPool
 from .tmem import Tmem
@@ -322,7 +323,8 @@ class Launch:
             self.engine.advance(set())
 
     def _stalled(self, warps: list) -> None:
-        """Nobody can run: complete an operation, let lanes overtake, bring more clusters in, or report."""
+        """Nobody can run: complete an operation, let lanes overtake, polls look again, bring more clusters in, or
+        report."""
         awaited = {f.wait.barrier for w in warps for f in w.fragments if isinstance(f.wait, MBarrierWait)}
         if self.engine.advance(awaited):
             return
@@ -331,9 +333,19 @@ class Launch:
                 warp.independent = True
                 if warp.runnable():
                     return
+        if self._look_again([f for w in warps for f in w.fragments if isinstance(f.wait, MemoryWait)]):
+            return
         if self._admit(len(self.resident) + 1):
             return
         raise Deadlock("no warp can run and nothing is in flight:\n" + self._report())
+
+    def _look_again(self, polls: list) -> bool:
+        """More clusters do not come in for these: who polls may hold what another needs to start."""
+        if polls and min(fragment.wait.times for fragment in polls) > PATIENCE:
+            raise Deadlock(f"nothing is in flight, and polls looked {PATIENCE} times in vain:\n" + self._report())
+        for fragment in polls:
+            fragment.wait = None
+        return bool(polls)
 
     def _report(self) -> str:
         lines = [line for c in self.resident for w in c.live() for line in w.standing()]

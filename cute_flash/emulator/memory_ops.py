@@ -9,8 +9,10 @@ from .effects import effect
 from .emit import type_bits
 from .errors import UnknownInstruction
 from .memory import SHARED_WINDOW, check_alignment
+from .polls import wait_for_change
 from .ptx import Instr, Kernel, Vec
 from .registers import LANES
+from .warp import BLOCKED
 
 _SPACES = ("param", "shared", "shared::cta", "shared::cluster", "global", "local", "const")
 
@@ -50,6 +52,8 @@ def load(i: Instr, kernel: Kernel):
         check_alignment(where, size * count)
         found = read(w, space, where, unit, count * units)
         if acquiring:
+            if space == "global" and wait_for_change(w, i.pc, where, found):
+                return BLOCKED
             w.acquired = i
         if signed is not None:
             found = found.view(signed)

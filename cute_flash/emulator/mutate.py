@@ -33,7 +33,10 @@ _KINDS = {
     "bulk wait": (re.compile(r"cp\.async\.bulk\.wait_group[^;]*;"), ""),
     "cp.async wait": (re.compile(r"cp\.async\.wait_(?:group|all)[^;]*;"), ""),
     "warp barrier": (re.compile(r"bar\.warp\.sync[^;]*;"), ""),
+    "release": (re.compile(r"\b(?:red|st)\.release[^;]*;"), ""),
+    "poll": (re.compile(r"@!?[%\w]+\s+bra\s+[^;]*;"), ""),  # those that go back to a load that acquires
 }
+POLL_LINES = 20  # of PTX at most, comments and line info included, that a loop around a poll has
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,25 @@ class Site:
 def find_sites(ptx: str, kinds: Iterable[str] | None = None) -> list[Site]:
     chosen = list(kinds or _KINDS)
     found = []
-    for number, line in enumerate(ptx.split("\n"), 1):
-        code = line.split("//")[0]
+    lines = [line.split("//")[0] for line in ptx.split("\n")]
+    for number, code in enumerate(lines, 1):
         for kind in chosen:
             match = _KINDS[kind][0].search(code)
-            if match:
+            if match and (kind != "poll" or _looks_again(lines[:number])):
                 found.append(Site(kind, number, match.group()))
                 break
     return found
+
+
+def _looks_again(lines: list[str]) -> bool:
+    """Does the branch in the last line close a loop around a load that acquires?"""
+    label = lines[-1].split()[-1].rstrip(";") + ":"
+    for line in lines[:-POLL_LINES:-1]:
+        if "ld.acquire" in line:
+            return any(other.startswith(label) for other in lines[-POLL_LINES:])
+        if line.startswith(label):
+            return False
+    return False
 
 
 @dataclass

@@ -289,8 +289,8 @@ def _run_backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> 
     return dq, dk, dv
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
+def _register() -> ops.Library:
+    library = ops.Library("FRAGMENT")
     sizes = "SymInt batch_size, SymInt q_length, SymInt kv_length, SymInt q_offset, SymInt kv_offset"
     of_mask = f"(Tensor? mask, Tensor? offset, {sizes}, SymInt? left, SymInt? right) -> Tensor"
     ops.define(library, f"spans_of_mask{of_mask}", _run_spans, _fake_spans)

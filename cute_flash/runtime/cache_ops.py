@@ -12,7 +12,7 @@ import torch
 
 from . import autograd, caches, ops, request
 from .caches import Cache, CacheCall
-from .ops import NAMESPACE, Words
+from .ops import Words
 from .request import Options
 
 _calls: dict[tuple[Any, ...], CacheCall] = {}
@@ -52,7 +52,11 @@ def _append_forward(q: torch.Tensor, *given: Any) -> Any:
             out, lse_out = autograd.empty_outputs(q, cache.v)
         else:
             key = (of, q.shape[1], cache.page_size, cache.batch_idx is None, cache.appends, lse)
-            call = _calls.get(key) or ops.remember(_calls, key, CacheCall(q, cache, options))
+            call = _calls.get(key)
+            if call is None:
+                call = caches.call_of(q, cache, options)
+                if call.anywhere:
+                    ops.remember(_calls, key, call)
             out, lse_out = call(q, cache, numbers, num_splits, batch_invariant)
     return out, ops.no_lse(q) if lse_out is None or not lse else lse_out
 
@@ -69,8 +73,8 @@ def _fake_append_forward(q: torch.Tensor, *given: Any) -> Any:
     return out, q.new_empty(batch, heads_q, seqlen_q, dtype=request.lse_dtype(q.dtype)) if lse else ops.no_lse(q)
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+def _register() -> ops.Library:
+    library = ops.Library("FRAGMENT")
     tables = "Tensor cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx"
     rest = f"SymInt? num_splits, bool batch_invariant, bool lse, {ops.WORDS}) -> (Tensor, Tensor)"
     read = f"attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {tables}, {rest}"

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..spec import settings
 from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.problem import CACHE, CACHE_FEW, Problem
 from ..spec.scratch import ScratchRule
 from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
-from . import dispatch, launch, report, request
+from . import dispatch, launch, ops, report, request
 from .dispatch import Decision
 from .request import ROW_BYTES, Options, alignment_faults
 
@@ -49,6 +50,7 @@ def _check_table(name: str, tensor: Any, q: torch.Tensor, dims: int) -> None:
     shape = "(batch,)" if dims == 1 else "(batch, pages)"
     if not isinstance(tensor, torch.Tensor) or request.has_no_memory(tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    request.refuse_layout(name, tensor)
     if tensor.dtype != _int32:
         raise TypeError(f"{name} must be int32, got {request.dtype_name(tensor.dtype)}")
     if tensor.dim() != dims or tensor.shape[0] != q.shape[0]:
@@ -152,6 +154,7 @@ def _check_new(q: torch.Tensor, cache: Cache) -> None:
     for name, new, old in (("k_new", k_new, cache.k), ("v_new", v_new, cache.v)):
         if not isinstance(new, torch.Tensor) or request.has_no_memory(new):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(new).__name__}")
+        request.refuse_layout(name, new)
         if new.dim() != 4 or new.shape[0] != q.shape[0] or new.shape[2:] != old.shape[2:]:
             expected = f"({q.shape[0]}, new keys, {old.shape[2]}, {old.shape[3]})"
             raise ValueError(f"{name} must be {expected}, got shape {tuple(new.shape)}")
@@ -228,12 +231,15 @@ class CacheCall:
 
     __slots__ = (
         "_aligns", "_allocate", "_heads_kv", "_kernel", "_nothing", "_options", "_rows", "_scratch", "_sharing",
-        "_tile_m", "scale",
+        "_tile_m", "anywhere", "scale",
     )  # fmt: skip
 
-    def __init__(self, q: torch.Tensor, cache: Cache, options: Options) -> None:
-        problem = describe(q, cache, options)
+    def __init__(self, problem: Problem, q: torch.Tensor, options: Options) -> None:
         decision, self._kernel = launch.ready(problem, options.backend, q.device)
+        # is it what runs however a cache of the kind lies?
+        self.anywhere = (
+            not problem.unaligned or decision.plan == dispatch.choose(_aligned(problem), options.backend).plan
+        )
         site = launch.site_of(q.device, q.dtype, decision)
         self._allocate = launch.outputs_of(site, problem.head_dim_v, options.return_lse)
         self._heads_kv, self._rows = problem.heads_kv, problem.group
@@ -252,7 +258,8 @@ class CacheCall:
         batch, seqlen_q = q.shape[0], q.shape[1]
         capacity, split_keys = cache.capacity, 0
         if batch_invariant:
-            split_keys, num_splits = INVARIANT_SPLIT_KEYS, -(-capacity // INVARIANT_SPLIT_KEYS)
+            # Two at least: merging rounds, and a row must not tell whether its cache has room for another share.
+            split_keys, num_splits = INVARIANT_SPLIT_KEYS, max(2, -(-capacity // INVARIANT_SPLIT_KEYS))
         elif num_splits is None:
             query_tiles = batch * self._heads_kv * -(-seqlen_q * self._rows // self._tile_m)
             num_splits = cache_splits(query_tiles, capacity, *self._sharing)
@@ -294,4 +301,21 @@ class CacheCall:
         for sentence in (*(fault for found in faults.values() for fault in found), *unaligned):
             report.say("dispatch", sentence)
         q = copied.pop("q", q)
-        return (q, cache._replace(**copied)), CacheCall(q, cache, self._options) if unaligned else self
+        return (q, cache._replace(**copied)), call_of(q, cache, self._options) if unaligned else self
+
+
+_elsewhere: dict[tuple[Any, ...], CacheCall] = {}  # of caches that do not lie as a backend wants that would run else
+
+
+def _aligned(problem: Problem) -> Problem:
+    return replace(problem, unaligned=())
+
+
+def call_of(q: torch.Tensor, cache: Cache, options: Options) -> CacheCall:
+    """The call of this kind, or, if it is not for `anywhere`, of those of the kind that lie as badly: the next one that
+    a warm key finds may lie well."""
+    problem = describe(q, cache, options)
+    if not problem.unaligned:
+        return CacheCall(problem, q, options)
+    key = (_aligned(problem), options.backend, settings.generation)
+    return _elsewhere.get(key) or ops.remember(_elsewhere, key, CacheCall(problem, q, options))

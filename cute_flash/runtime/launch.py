@@ -355,7 +355,9 @@ def bind_backward(kernel: Kernel, site: Site, scratch: ScratchRule | TableRule |
         operands = operands[:7] + gradients + operands[7:]
         if isinstance(scratch, ScratchRule):
             batch, seqlen_q, heads_q, _ = q.shape
-            operands += (q.new_empty(scratch.elements(batch, heads_q, seqlen_q), dtype=torch.float32),)
+            sequences = 0 if scratch.table is None else operands[10].shape[0] - 1  # of cu_seqlens_q
+            elements = scratch.elements(batch, heads_q, seqlen_q, sequences)
+            operands += (q.new_empty(elements, dtype=torch.float32),)
         try:
             kernel(*operands)
         except ValueError as objection:

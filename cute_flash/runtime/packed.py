@@ -77,6 +77,7 @@ def check_lengths(q: torch.Tensor, lengths: Lengths) -> None:
     for name, tensor in (("cu_seqlens_q", lengths.cu_seqlens_q), ("cu_seqlens_k", lengths.cu_seqlens_k)):
         if not isinstance(tensor, torch.Tensor) or request.has_no_memory(tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        request.refuse_layout(name, tensor)
         if tensor.dtype != _int32:
             raise TypeError(f"{name} must be int32, got {request.dtype_name(tensor.dtype)}")
         if tensor.dim() != 1 or tensor.shape[0] == 0:

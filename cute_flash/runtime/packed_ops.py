@@ -12,7 +12,7 @@ import torch
 
 from . import ops, packed, request
 from .launch import Backward, Call
-from .ops import NAMESPACE, Words
+from .ops import Words
 from .packed import Lengths
 from .request import Options
 
@@ -86,8 +86,8 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
     return out, q.new_empty(heads_q, total_q, dtype=request.lse_dtype(q.dtype)) if lse else ops.no_lse(q)
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+def _register() -> ops.Library:
+    library = ops.Library("FRAGMENT")
     ops.define_attention(library, "attention_varlen", LENGTHS, ops.WORDS, (_forward, _fake_forward, _backward))
     return library
 

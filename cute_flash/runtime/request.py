@@ -29,7 +29,7 @@ BOUND_MAX = 2**30  # a window's bound beyond it is taken as it: no sequence is t
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROW_BYTES = 16  # what TMA asks of every row start and outer stride
 
-UNBUILT = ("sink", "alibi_slopes", "score_mod", "mask_mod", "block_mask")
+UNBUILT = frozenset({"sink", "alibi_slopes", "score_mod", "mask_mod", "block_mask"})
 NOT_BUILT = "{name}= is not built yet: {function} serves causal=, window=, scale= and softcap=, and nothing else so far"
 FOREIGN = {
     "dropout": "dropout= is not supported: attention is exact and drops nothing, leave the argument out",
@@ -181,20 +181,26 @@ def spell(causal: Any, window: Any, softcap: Any) -> Options:
 def check_options(
     arguments: dict[str, Any], unknown: dict[str, Any], backends: tuple[str, ...], function: str = "attention"
 ) -> Options:
-    """Options from the keyword arguments of a public function, or the sentence that refuses one of them."""
-    for name in UNBUILT:
-        if arguments.get(name) is not None or unknown.get(name) is not None:
+    """Options from the keyword arguments of a public function, or the sentence that refuses one of them.
+
+    What was not given has its default, None or False. Traced too: each value that is looked up costs a guard a call.
+    """
+    for name, value in (*arguments.items(), *unknown.items()):
+        if value is not None and name in UNBUILT:
             raise UnsupportedError(NOT_BUILT.format(name=name, function=function))
     _refuse_foreign(unknown, function)
-    spelled = spell(arguments["causal"], arguments["window"], arguments["softcap"])
-    backend = arguments["backend"]
+    causal, left, right = _intersect(arguments.get("causal", False), arguments.get("window"))
+    softcap = _check_softcap(arguments.get("softcap"))
+    backend = arguments.get("backend")
     if backend is not None and backend not in backends:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(backends)}")
-    return replace(
-        spelled,
-        scale=_check_scale(arguments["scale"]),
-        return_lse=flag("return_lse", arguments["return_lse"]),
-        deterministic=flag("deterministic", arguments["deterministic"]),
+    return Options(
+        causal=causal,
+        window=None if left is right is None else (left, right),
+        scale=_check_scale(arguments.get("scale")),
+        softcap=softcap,
+        return_lse=flag("return_lse", arguments.get("return_lse", False)),
+        deterministic=flag("deterministic", arguments.get("deterministic", False)),
         backend=backend,
     )
 
@@ -223,6 +229,13 @@ def refuse_without_memory(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def refuse_layout(name: str, tensor: torch.Tensor) -> None:
+    """Before its shape is looked at: a nested tensor has none."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+        raise TypeError(f"{name} must be a plain strided tensor, got {layout}")
+
+
 def _check_kinds(tensors: dict[str, Any], dims: int) -> None:
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedError(FUNCTORCH)
@@ -230,9 +243,7 @@ def _check_kinds(tensors: dict[str, Any], dims: int) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         refuse_without_memory(name, tensor)
-        if tensor.layout != torch.strided or tensor.is_nested:
-            layout = "a nested tensor" if tensor.is_nested else str(tensor.layout)
-            raise TypeError(f"{name} must be a plain strided tensor, got {layout}")
+        refuse_layout(name, tensor)
         if tensor.dim() != dims:
             raise ValueError(f"{name} must be {SHAPES[dims]}, got shape {tuple(tensor.shape)}")
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}

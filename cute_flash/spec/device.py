@@ -33,7 +33,9 @@ def imagined(capability: tuple[int, int], word: str) -> Device:
 
 
 def capability_of(arch: str) -> tuple[int, int]:
-    """Of "9.0", or of a compile target such as "sm_90a". ValueError for anything else."""
+    """Of "9.0", or of a compile target such as "sm_90a". ValueError for anything else, TypeError for no text."""
+    if not isinstance(arch, str):
+        raise TypeError(f"arch={arch!r} must be text, such as '9.0'")
     if arch in ARCHES:
         return ARCHES[arch]
     major, dot, minor = arch.partition(".")
@@ -63,5 +65,5 @@ def describe(device: torch.device) -> Device:
 
 
 def version_facts() -> dict[str, str]:
-    """torch and CUDA versions as `doctor` and the compile cache's key want them."""
-    return {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    """torch and CUDA versions, for `doctor`."""
+    return {"torch": torch.__version__, "cuda": torch.version.cuda or "none: this torch knows no NVIDIA GPU"}

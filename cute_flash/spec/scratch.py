@@ -4,19 +4,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class ScratchRule:
-    """float32 elements for a call: so many a query row, rows counted in whole tiles, and so many a tile."""
-
-    tile_m: int
-    floats_per_row: int
-    floats_per_tile: int = 0
-
-    def elements(self, batch: int, heads_q: int, seqlen_q: int) -> int:
-        tiles = batch * heads_q * -(-seqlen_q // self.tile_m)
-        return tiles * (self.tile_m * self.floats_per_row + self.floats_per_tile)
-
-
-@dataclass(frozen=True)
 class TableRule:
     """int32 elements for a forward of packed sequences: so many a sequence, and so many besides."""
 
@@ -25,3 +12,24 @@ class TableRule:
 
     def elements(self, sequences: int) -> int:
         return self.words_per_sequence * sequences + self.words
+
+
+@dataclass(frozen=True)
+class ScratchRule:
+    """float32 elements for a call: so many a query row, rows counted in whole tiles, and so many a tile.
+
+    Of packed sequences, every sequence and what follows the last have a tile more, and a table comes before them all.
+    """
+
+    tile_m: int
+    floats_per_row: int
+    floats_per_tile: int = 0
+    table: TableRule | None = None
+    table_align: int = 1  # elements
+
+    def elements(self, batch: int, heads_q: int, seqlen_q: int, sequences: int = 0) -> int:
+        tiles, before = -(-seqlen_q // self.tile_m), 0
+        if self.table is not None:
+            tiles += sequences + 1
+            before = -(-self.table.elements(sequences) // self.table_align) * self.table_align
+        return before + batch * heads_q * tiles * (self.tile_m * self.floats_per_row + self.floats_per_tile)

@@ -80,7 +80,10 @@ def test_vanishing_gradients(backend, values, causal):
     assert oracle.relative_error(dv, exact.dv) <= 2 * HALF_ULP[torch.bfloat16]  # P rounded, dV rounded
 
 
-@pytest.mark.parametrize(("case", "backend"), pairs(cases.window_cases() + cases.softcap_cases()))
+BOUNDED = cases.window_cases() + cases.softcap_cases() + cases.long_bounded_cases()
+
+
+@pytest.mark.parametrize(("case", "backend"), pairs(BOUNDED))
 def test_windows_and_softcaps(case, backend):
     inputs = cases.make_inputs(case, DEVICE)
     runner(backend).check_gradients(*inputs.qkv, inputs.dout, **case.options)
@@ -93,9 +96,10 @@ def test_layouts(case, backend):
 
 
 @pytest.mark.parametrize("backend", GRADIENT_BACKENDS, ids=str)
+@pytest.mark.parametrize("head_dim, seqlen_k", [(64, 130), (192, 1100)])  # the latter: a kernel of long wide heads
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_gradient_through_lse(backend, causal):
-    inputs = cases.make_inputs(Case(2, 300, 130, 8, 2, 64, 64), DEVICE)
+def test_gradient_through_lse(backend, head_dim, seqlen_k, causal):
+    inputs = cases.make_inputs(Case(2, 300, seqlen_k, 8, 2, head_dim, head_dim), DEVICE)
     dlse = torch.randn(2, 8, 300, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
     run = runner(backend)
     _, grads = run.gradients(*inputs.qkv, inputs.dout, dlse, causal=causal)
@@ -139,8 +143,8 @@ def test_gradients_of_some_inputs(wanted):
         assert oracle.relative_error(grad, exact[i]) <= 3 * HALF_ULP[torch.bfloat16]  # P, dS, and the result
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
-@pytest.mark.parametrize("heads_kv", [16, 2])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+@pytest.mark.parametrize("heads_kv", [16, 2], ids=["mha", "gqa"])
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (500, 300)}], ids=str)
 def test_deterministic_beside_a_busy_stream(dims, heads_kv, mask):
     """200 runs of a backward while another stream keeps the GPU busy: every bit the same."""
@@ -162,11 +166,12 @@ def test_deterministic_beside_a_busy_stream(dims, heads_kv, mask):
 
 
 @pytest.mark.parametrize("backend", GRADIENT_BACKENDS, ids=str)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (256, 256)], ids=str)
 @pytest.mark.parametrize("axis", [None, 0, 1, 2])
 def test_expanded_dout(backend, dims, axis):
     """A gradient that is one number, or one slice for a whole axis: strides of 0, which TMA is given as they are."""
-    inputs = cases.make_inputs(Case(3, 130, 200, 4, 2, *dims, causal=True), DEVICE)
+    seqlen_k = 1100 if dims == (192, 192) else 200  # not short: the kernel of wide heads
+    inputs = cases.make_inputs(Case(3, 130, seqlen_k, 4, 2, *dims, causal=True), DEVICE)
     dout = inputs.dout
     dout = torch.ones_like(dout[:1, :1, :1, :1]) if axis is None else dout.narrow(axis, 0, 1)
     dout = dout.expand(inputs.dout.shape)

@@ -72,6 +72,19 @@ def test_a_row_depends_on_itself_alone(page_size, backend):
 
 
 @pytest.mark.parametrize("backend", FAST)
+def test_a_row_does_not_depend_on_the_length_of_its_cache(backend):
+    """Shares that hold no key are merged with those that do: a rounding that some of 300,000 elements would show."""
+    lens = tuple(range(1, 65))
+    case = CacheCase(lens, 1, 32, 8, 128, 128, capacity=3000, dtype="float16")
+    inputs = make_inputs(case).to(DEVICE)
+    options = {"batch_invariant": True, "return_lse": True, "backend": backend, **inputs.tables}
+    whole = attention_kvcache(*inputs.qkv, **options)
+    for capacity in (64, 512, 520, 1200):
+        found = attention_kvcache(inputs.q, inputs.k[:, :capacity], inputs.v[:, :capacity], **options)
+        assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True)), capacity
+
+
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_a_graph_is_replayed_with_other_lengths(page_size, backend):
     """The append and the lengths' own increment are in the graph: each replay is a step of decoding."""

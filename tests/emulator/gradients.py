@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,15 +33,16 @@ class Cell:
     case: Case
     lse_grad: bool = False
     deterministic: bool = False
+    short: bool = False  # the plan of few keys; without, that of many
 
     def __str__(self) -> str:
-        words = [str(self.case)] + ["dlse"] * self.lse_grad + ["deterministic"] * self.deterministic
-        return "-".join(words)
+        words = {"dlse": self.lse_grad, "deterministic": self.deterministic, "short": self.short}
+        return "-".join([str(self.case), *(word for word, said in words.items() if said)])
 
 
 def cell(dims, lengths, heads=(1, 1), **fields) -> Cell:
     dims = dims if isinstance(dims, tuple) else (dims, dims)
-    batch, more = fields.pop("batch", 1), (fields.pop("lse_grad", False), fields.pop("deterministic", False))
+    batch, more = fields.pop("batch", 1), [fields.pop(name, False) for name in ("lse_grad", "deterministic", "short")]
     return Cell(Case(batch, *lengths, *heads, *dims, **fields), *more)
 
 
@@ -59,12 +60,13 @@ BACKENDS["sm_103a"] = BACKENDS["sm_100a"]
 
 def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, launches: list | None = None, **knobs):
     """(dQ, dK, dV) of the architecture's kernels, given the exact output and LSE; (inputs, dLSE) beside them. What was
-    launched is added to `launches`."""
+    launched is added to `launches`, scratch memory to the list `kept`, if it is among the knobs."""
     case, inputs = each.case, make_inputs(each.case)
     options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
     exact = oracle.forward(*inputs.qkv, **options)
     outputs = direct.Outputs(exact.out.to(case.torch_dtype), exact.lse.float())
     dlse = torch.randn(outputs.lse.shape) if each.lse_grad else None
+    kept = knobs.pop("kept", [])
     knobs = {"strict_exit": True, **schedule.knobs, **knobs}
     with settings.override(cache_dir=None, backend=None), cute_flash.emulate(arch, **knobs) as emulation:
         found = direct.backward(
@@ -75,6 +77,8 @@ def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, la
             dlse,
             device=replace(imagined(ARCHES[arch], "emulated"), sm_count=SMS),
             deterministic=each.deterministic,
+            kept=kept,
+            short=each.short,
             **options,
         )
     if launches is not None:
@@ -82,10 +86,10 @@ def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, la
     return found, inputs, dlse
 
 
-def check(each: Cell, schedule: Schedule, arch: str = ARCH) -> list[float]:
+def check(each: Cell, schedule: Schedule, arch: str = ARCH, **knobs) -> list[float]:
     """-> the errors of dQ, dK and dV."""
     case = each.case
-    found, inputs, dlse = gradients(each, schedule, arch)
+    found, inputs, dlse = gradients(each, schedule, arch, **knobs)
     options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
     exact = oracle.backward(*inputs.qkv, inputs.dout, dlse, **options)
     plain = oracle.plain_16bit_backward(*inputs.qkv, inputs.dout, **options)
@@ -100,12 +104,21 @@ def check(each: Cell, schedule: Schedule, arch: str = ARCH) -> list[float]:
     return errors
 
 
-def check_same_bits(each: Cell, schedules: Iterable[Schedule], arch: str = ARCH) -> None:
-    """Gradients are the same to the bit, whichever warp and CTA comes first."""
-    first, *others = (gradients(each, schedule, arch)[0] for schedule in schedules)
-    assert others
-    for found in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+def bits(each: Cell, schedule: Schedule, arch: str, **knobs) -> torch.Tensor:
+    """Of the sums of dQ in float32 and all else in scratch memory, dK and dV: that dQ itself, rounded, is the same says
+    little."""
+    kept: list[torch.Tensor] = []
+    (_, dk, dv), *_ = gradients(each, schedule, arch, kept=kept, **knobs)
+    return torch.cat([*kept, dk.float().flatten(), dv.float().flatten()]).view(torch.int32)
+
+
+def check_and_record(each: Cell, schedule: Schedule, record_property, arch: str = ARCH) -> None:
+    """A row for --gradients-csv."""
+    start = time.process_time()
+    errors = check(each, schedule, arch)
+    seconds = time.process_time() - start  # compiling included, where this run was the first of its plan
+    named = str(each), schedule.mode, schedule.scheduler, schedule.seed
+    record_property("emulated_gradients", (*named, *(f"{x:.3e}" for x in errors), f"{seconds:.2f}"))
 
 
 def check_rows_past_the_end(arch: str, stored: int) -> None:

@@ -5,13 +5,14 @@ seed, and in the other modes too.
 """
 
 import csv
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 import cute_flash
+from cute_flash.emulator import mutate
 from cute_flash.spec import settings
 
 from .. import oracle
@@ -22,10 +23,11 @@ from .gradients import (
     NAMES,
     SCHEDULES,
     Cell,
+    bits,
     cell,
     check,
+    check_and_record,
     check_rows_past_the_end,
-    check_same_bits,
     gradients,
 )
 from .hopper import Schedule, turn
@@ -80,17 +82,19 @@ CELLS = (
 )
 
 
-SOON = (Schedule("eager", "random", 1), Schedule("eager", "priority", 2), Schedule("random", "random", 3))
-
-
 def schedules():
     """Every cell under every schedule; those whose turn it is not are slow."""
     for index, each in enumerate(CELLS):
-        turns = SOON if each.deterministic else SCHEDULES  # late, and polling: ten minutes a run
-        for schedule in turns:
-            due = (index + turn()) % 6 == 0 and schedule == turns[(index + turn()) // 6 % len(EVERY_DAY)]
+        for schedule in SCHEDULES:
+            due = (index + turn()) % 6 == 0 and schedule == EVERY_DAY[(index + turn()) // 6 % len(EVERY_DAY)]
             marks = [] if due else [pytest.mark.slow]
             yield pytest.param(each, schedule, id=f"{each}-{schedule}", marks=marks)
+
+
+def in_rotation(some: tuple):
+    """One a day; the others are slow."""
+    for index, each in enumerate(some):
+        yield pytest.param(each, id=str(each), marks=[] if index == turn() % len(some) else [pytest.mark.slow])
 
 
 def test_at_least_twenty_four_shapes():
@@ -110,11 +114,7 @@ def test_pairs_where_both_ctas_mostly_have_keys(keys, paired):
 
 @pytest.mark.parametrize("each, schedule", schedules())
 def test_right_under_every_schedule(each: Cell, schedule: Schedule, record_property):
-    start = time.process_time()
-    errors = check(each, schedule, ARCH)
-    seconds = time.process_time() - start  # compiling included, where this run was the first of its plan
-    named = str(each), schedule.mode, schedule.scheduler, schedule.seed
-    record_property("emulated_gradients", (*named, *(f"{x:.3e}" for x in errors), f"{seconds:.2f}"))
+    check_and_record(each, schedule, record_property, ARCH)
 
 
 def recorded(name: str) -> list[dict[str, str]]:
@@ -127,19 +127,43 @@ def test_the_table_in_the_tree_holds_every_run():
     modes; these are of every day's schedules."""
     rows = recorded("emulator_blackwell_backward.csv")
     runs = {(row["shape"], row["mode"], row["scheduler"], int(row["seed"])) for row in rows}
-    every = ((each, s) for each in CELLS for s in (SOON if each.deterministic else EVERY_DAY))
+    every = ((each, schedule) for each in CELLS for schedule in EVERY_DAY)
     assert runs >= {(str(each), s.mode, s.scheduler, s.seed) for each, s in every}
     assert len({row["commit"] for row in rows}) == 1
     peaked = str(cell(128, (130, 300), values="falling"))  # its dQ nearly cancels: judged by its yardstick alone
     assert all(float(row[f"{name}_error"]) < 4e-3 for row in rows if row["shape"] != peaked for name in NAMES)
 
 
-@pytest.mark.slow  # warps that wait for their turn poll memory
-@pytest.mark.parametrize("dims", [64, 128, 256], ids=str)
-def test_deterministic_gradients_are_the_same_under_every_schedule(dims):
+IN_TURN = (  # three additions and more to each element of dQ: two have no order
+    cell(64, (65, 385), deterministic=True),
+    cell(128, (65, 641), deterministic=True),  # three pairs
+    cell(256, (65, 385), deterministic=True),
+    cell(64, (200, 385), causal=True, heads=(2, 1), deterministic=True),
+)
+
+
+@pytest.mark.parametrize("each", in_rotation(IN_TURN))
+def test_deterministic_gradients_are_the_same_under_every_schedule(each):
     """dQ is summed in the order of the key tiles, whoever comes first."""
-    each = cell(dims, (65, 385), deterministic=True)  # four key tiles
-    check_same_bits(each, SOON, ARCH)
+    first, *others = (bits(each, schedule, ARCH) for schedule in SCHEDULES)
+    assert others and all(torch.equal(first, found) for found in others)
+
+
+@pytest.mark.parametrize("each", in_rotation(IN_TURN))
+def test_sums_of_those_who_do_not_wait_for_their_turn_differ(each):
+    def impatient(ptx: str) -> str:
+        for site in mutate.find_sites(ptx, ("poll",)):
+            ptx = site.drop(ptx)
+        return ptx
+
+    first, *others = (bits(each, schedule, ARCH, edit=impatient) for schedule in SCHEDULES)
+    assert not all(torch.equal(first, found) for found in others)
+
+
+@pytest.mark.parametrize("each", in_rotation(IN_TURN))
+def test_who_has_not_started_holds_no_turn_that_others_wait_for(each):
+    """A GPU busy with something else starts a CTA only when another has ended: here one, or a pair, at a time."""
+    check(each, EVERY_DAY[0], ARCH, resident=1)
 
 
 def shape(dims, causal: bool = False, lengths=(257, 300), heads=(2, 1), **fields) -> Cell:

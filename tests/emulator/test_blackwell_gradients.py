@@ -27,12 +27,16 @@ VANISHING = ("very_negative", "constant", "tiny", "huge_score")
 
 
 @contextlib.contextmanager
-def blackwell():
+def emulated(arch: str, backend: str):
     with (
         settings.override(cache_dir=None, backend=None, strict=True),
-        cute_flash.emulate(ARCH, mode="late", seed=1),
+        cute_flash.emulate(arch, mode="late", seed=1),
     ):
-        yield Runner(torch.device("cpu"), torch.bfloat16, "sm100")
+        yield Runner(torch.device("cpu"), torch.bfloat16, backend)
+
+
+def blackwell():
+    return emulated(ARCH, "sm100")
 
 
 def in_turn(some, soon=None):
@@ -91,3 +95,26 @@ def test_a_key_that_is_no_number_shows_in_every_gradient_that_depends_on_it(hard
     assert all(value[0].isnan().all() for value in (out, lse, *grads))
     for value, right in zip(grads, oracle.backward(*inputs.qkv, inputs.dout), strict=True):
         assert oracle.relative_error(value[1], right[1]) < 4e-3
+
+
+@pytest.mark.parametrize("hard", in_turn((math.nan, math.inf)))
+@pytest.mark.parametrize("arch, backend", [(ARCH, "sm100"), ("sm_90a", "sm90")])
+def test_hard_gradients_of_rows_without_keys_show_where_their_tile_is_visited(arch, backend, hard, poisoned_empty):
+    """Rows 0 to 129 see no key; 128 and 129 lie in a tile of rows that do. A limit that README names: 0 times no number
+    is none, and only dV's is also plain attention's."""
+    inputs = make_inputs(Case(1, 200, 70, 1, 1, 64, 64))
+    results = {}
+    with emulated(arch, backend) as run:
+        for row in (None, 5, 129):
+            dout = inputs.dout.clone()
+            if row is not None:
+                dout[0, row] = hard
+            _, results[row] = run.gradients(*inputs.qkv, dout, causal=True)
+    clean, apart, (dq, dk, dv) = results[None], results[5], results[129]
+    exact = oracle.backward(*inputs.qkv, inputs.dout, causal=True)
+    assert all(oracle.relative_error(value, right) < 4e-3 for value, right in zip(clean, exact, strict=True))
+    assert (clean[0][0, :130] == 0).all()
+    assert all(torch.equal(*pair) for pair in zip(apart, clean, strict=True))
+    assert dk.isnan().all() and dv.isnan().all() and dq[0, 129].isnan().all()
+    others = torch.arange(200) != 129
+    assert torch.equal(dq[0, others], clean[0][0, others])

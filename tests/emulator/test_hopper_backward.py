@@ -15,7 +15,7 @@ from cute_flash.arch.common import order
 from cute_flash.arch.sm90 import backend as sm90
 from cute_flash.arch.sm90 import backward, backward_wide, dq
 from cute_flash.arch.sm90.grad import epilogue, zeros
-from cute_flash.emulator.errors import EmulatorError, StepLimit
+from cute_flash.emulator.errors import Deadlock, EmulatorError
 
 from .. import oracle
 from . import gradients as checker
@@ -25,14 +25,14 @@ from .gradients import (
     Cell,
     Compiled,
     cell,
-    check,
+    check_and_record,
     check_rows_past_the_end,
     gradients,
 )
 from .hopper import ARCH, Schedule, turn
 
 # Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 (128 under a full mask: 80 x 128) up to 128, 64 x 96 from 129
-# to 192 columns; beyond, and where wide heads are to be deterministic, 64 x 64 or 64 x 128, and 128 x 64.
+# to 192 columns; beyond, and where such heads have few keys, 64 x 64 or 64 x 128, and 128 x 64.
 CELLS = (
     cell(64, (130, 257)),  # two query tiles, three key tiles, one key in the last
     cell(64, (193, 193), causal=True, heads=(2, 1)),
@@ -65,6 +65,9 @@ CELLS = (
     cell(192, (150, 40), causal=True, softcap=4.0),  # rows that see no key, a warpgroup without a key
     cell(192, (100, 300), window=(60, 10), softcap=15.0, heads=(2, 1), deterministic=True),
     cell((192, 128), (129, 193), causal=True, deterministic=True),
+    cell((192, 128), (129, 193), causal=True, short=True),
+    cell(192, (65, 130), heads=(2, 1), window=(50, 9), short=True),
+    cell(160, (130, 193), causal=True, heads=(4, 2), deterministic=True),
     cell((40, 136), (70, 70), softcap=5.0, lse_grad=True),
 )
 
@@ -85,14 +88,17 @@ def test_at_least_twelve_shapes():
 
 
 @pytest.mark.parametrize("each, schedule", schedules())
-def test_right_under_every_schedule(each: Cell, schedule: Schedule):
-    check(each, schedule)
+def test_right_under_every_schedule(each: Cell, schedule: Schedule, record_property):
+    check_and_record(each, schedule, record_property)
 
 
 IN_TURN = (
     cell(64, (65, 385), deterministic=True),  # four key tiles
     cell(128, (193, 385), causal=True, heads=(4, 2), deterministic=True),
     cell(96, (129, 385), window=(100, 40), deterministic=True),
+    cell(192, (193, 385), causal=True, heads=(4, 2), deterministic=True),  # five key tiles of 96
+    cell((192, 128), (129, 385), deterministic=True),
+    cell(192, (129, 385), window=(100, 40), deterministic=True),
 )
 TURN_RUNS = tuple(zip(SCHEDULES[::2], (8, 2, 1, 8, 8), strict=True))  # how many of four CTAs at once
 
@@ -133,17 +139,19 @@ def test_sums_of_those_who_do_not_wait_for_their_turn_differ():
 @pytest.mark.slow
 def test_turns_that_do_not_follow_the_order_of_drawing_never_come():
     """By keys, while the last are drawn first: with one CTA at a time the first unit waits for a later one."""
-    limits = {"resident": 1, "max_steps": 300_000}  # done right: 80,000
-    in_turn(IN_TURN[1], SCHEDULES[3], **limits)
-    with mock.patch.object(backward, "turn_of", lambda unit, *_: unit.key_block), pytest.raises(StepLimit):
-        in_turn(IN_TURN[1], SCHEDULES[3], backend=Compiled(sm90.BACKEND), **limits)
+    in_turn(IN_TURN[1], SCHEDULES[3], resident=1)
+    with (
+        mock.patch.object(backward, "turn_of", lambda unit, *_: unit.key_block),
+        pytest.raises(Deadlock, match="polls"),
+    ):
+        in_turn(IN_TURN[1], SCHEDULES[3], backend=Compiled(sm90.BACKEND), resident=1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["zeros", "turns"])
 def test_who_has_not_started_holds_nothing_that_others_wait_for(deterministic):
     """A GPU busy with something else starts a CTA only when another has ended: here one at a time."""
     each = cell(64, (130, 200), heads=(2, 2), batch=2, deterministic=deterministic)
-    found, inputs, _ = gradients(each, EVERY_DAY[0], resident=1, max_steps=1_000_000)
+    found, inputs, _ = gradients(each, EVERY_DAY[0], resident=1)
     assert max(_errors(each, found, inputs)) < 4e-3
 
 

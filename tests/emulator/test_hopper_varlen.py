@@ -1,4 +1,4 @@
-"""Our Hopper forward of packed sequences, emulated, against float64: lengths, masks, NaN next door, wrong lengths.
+"""Our Hopper kernels for packed sequences, emulated, against float64: lengths, masks, NaN next door, wrong lengths.
 
 Every run: each case under one schedule, rotating by day. scripts/test --all: each case under four.
 """
@@ -6,6 +6,7 @@ Every run: each case under one schedule, rotating by day. scripts/test --all: ea
 import contextlib
 import itertools
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -38,6 +39,29 @@ def attend(case: PackedCase, inputs: Inputs, schedule: Schedule, sms: int = SMS,
     qkv, options = (inputs.q, inputs.k, inputs.v), {**inputs.lengths, **case.options, **hints}
     with emulated(schedule, sms):
         return cute_flash.attention_varlen(*qkv, **options, return_lse=True, backend="sm90")
+
+
+def gradients(
+    case: PackedCase, inputs: Inputs, schedule: Schedule, sms: int = SMS, through_lse: bool = False, **options: bool
+):
+    leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    with emulated(schedule, sms):
+        out, lse = cute_flash.attention_varlen(
+            *leaves, **inputs.lengths, **LONG, **case.options, **options, return_lse=True, backend="sm90"
+        )
+        outputs, given = ([out, lse], [inputs.dout, inputs.dlse]) if through_lse else ([out], [inputs.dout])
+        return torch.autograd.grad(outputs, leaves, given)
+
+
+def check_gradients(found: tuple[torch.Tensor, ...], exact: oracle.Gradients, rows: tuple = (..., ...)) -> None:
+    """`rows`: of q, and of k and v, that are looked at."""
+    for name, grad, right in zip(("dq", "dk", "dv"), found, exact, strict=True):
+        at = rows[0] if name == "dq" else rows[1]
+        grad, right = grad[at], right[at]
+        if right.norm() <= 1e-3 * math.sqrt(right.numel()):  # one key: P = 1 and dP = delta, but for rounding
+            assert grad.numel() == 0 or grad.abs().max() <= 2e-2, name
+        else:
+            assert oracle.relative_error(grad, right) < 6e-3, name
 
 
 def check(case: PackedCase, inputs: Inputs, found: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -73,6 +97,15 @@ def test_against_float64(case, sms, hints, schedule, poisoned_empty):
     check(case, inputs, attend(case, inputs, schedule, sms, hints))
 
 
+def test_a_single_row_of_any_stride():
+    """The stride of a dimension of one entry says nothing, and may be no multiple of 16 bytes: here 1, and odd."""
+    case = PackedCase((1,), (1,), 4, 2, 128, 128, dtype="bfloat16")
+    inputs = make_inputs(case)
+    q, k = (x.as_strided(x.shape, (row, 128, 1)) for x, row in ((inputs.q, 1), (inputs.k, 257)))
+    lying = replace(inputs, q=q, k=k)
+    check(case, inputs, attend(case, lying, SCHEDULES[1]))
+
+
 @pytest.mark.parametrize("hints", [LONG, SHORT], ids=["long", "short"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_stays_in_its_sequence(causal, hints):
@@ -90,6 +123,63 @@ def test_nan_stays_in_its_sequence(causal, hints):
     assert oracle.relative_error(out[~hit], right.out[~hit]) < ERROR
     assert oracle.lse_excess(lse[:, ~hit], right.lse[:, ~hit]) <= 1
     assert out[hit].isnan().all()
+
+
+def backward_grid() -> list[tuple[PackedCase, int, bool]]:
+    """(case, multiprocessors, is there a gradient through LSE)."""
+    found = []
+    for dim, dtype, chosen in ((128, "bfloat16", slice(None)), (64, "float16", slice(0, None, 3))):
+        grouped = cases(head_dim=dim, head_dim_v=dim, dtype=dtype, heads_q=4, heads_kv=2)[chosen]
+        found += [(case, (SMS, 3)[i % 2], case.causal and case.window is None) for i, case in enumerate(grouped)]
+    found += [(case, 2, False) for case in cases(head_dim=96, head_dim_v=72, dtype="bfloat16")[1:8:3]]
+    found += [(case, 3, case.causal) for case in cases(head_dim=192, head_dim_v=128, dtype="bfloat16")[2::7]]
+    found += [(case, 2, False) for case in cases(head_dim=160, head_dim_v=192, dtype="float16")[3::12]]
+    return found
+
+
+BACKWARD_RUNS = [
+    pytest.param(*cell, schedule, marks=() if (turn() + at + n) % len(CHOSEN) == 0 else pytest.mark.slow,
+                 id=f"{cell[0]}-sms{cell[1]}{'-dlse' if cell[2] else ''}-{schedule}")
+    for at, cell in enumerate(backward_grid()) for n, schedule in enumerate(CHOSEN)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "sms", "through_lse", "schedule"), BACKWARD_RUNS)
+def test_gradients_against_float64(case, sms, through_lse, schedule, poisoned_empty):
+    inputs = make_inputs(case)
+    exact = packed.exact(case, inputs)[1] if through_lse else packed.exact_without_lse(case, inputs)
+    check_gradients(gradients(case, inputs, schedule, sms, through_lse), exact)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "window"),
+    [
+        (128, True, None),
+        pytest.param(128, False, None, marks=pytest.mark.slow),
+        pytest.param(64, False, (70, 20), marks=pytest.mark.slow),
+        pytest.param(192, True, None, marks=pytest.mark.slow),
+    ],
+)
+def test_deterministic_gradients_repeat(head_dim, causal, window, poisoned_empty):
+    """Sequences of several key tiles, among which some CTAs wait for others."""
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim, "heads_q": 2, "heads_kv": 1}
+    case = PackedCase((150, 3, 300), (290, 130, 200), causal=causal, window=window, dtype="bfloat16", **dims)
+    inputs = make_inputs(case)
+    first, again = (gradients(case, inputs, SCHEDULES[i], sms, deterministic=True) for i, sms in ((1, 4), (6, 3)))
+    check_gradients(first, packed.exact_without_lse(case, inputs))
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_nan_reaches_no_other_gradient():
+    lengths = (3, 65, 5, 1, 64, 190, 2)
+    case = same(*lengths, head_dim=128, head_dim_v=128, dtype="bfloat16", causal=True)
+    inputs, exact = make_inputs(case), packed.exact_without_lse(case, make_inputs(case))
+    hit = torch.zeros(sum(lengths), dtype=torch.bool)
+    for first, last in itertools.islice(itertools.pairwise(inputs.cu_seqlens_q.tolist()), 0, None, 2):
+        hit[first:last] = True
+    for tensor in (inputs.q, inputs.k, inputs.v, inputs.dout):
+        tensor[hit] = math.nan
+    check_gradients(gradients(case, inputs, SCHEDULES[1], 2), exact, (~hit, ~hit))
 
 
 def test_more_sequences_than_are_sorted():
@@ -111,5 +201,5 @@ def test_lengths_out_of_order_touch_nothing_else(seed):
     torch.manual_seed(seed)
     wild = torch.randint(-1000, 2000, (5,), dtype=torch.int32)
     fields = {"cu_seqlens_q": wild, "cu_seqlens_k": wild.flip(0).contiguous()}
-    attend(case, Inputs(**{**vars(inputs), **fields}), SCHEDULES[seed], 3)
+    gradients(case, Inputs(**{**vars(inputs), **fields}), SCHEDULES[seed], 3)
     check(case, inputs, attend(case, inputs, SCHEDULES[seed], 3))

@@ -302,6 +302,23 @@ def test_a_step_limit_is_not_a_deadlock():
     assert not isinstance(caught.value, Deadlock)
 
 
+def test_a_poll_of_what_nobody_writes_is_a_deadlock():
+    body = "AGAIN: ld.acquire.gpu.global.b32 %r1, [%d0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra AGAIN;"
+    with pytest.raises(
+        Deadlock, match=r"1000 times in vain(.|\n)*polls global address(.|\n)*which holds 0(.|\n)*PTX line"
+    ):
+        run(body, np.zeros(1, np.uint32))
+
+
+def test_who_counts_how_often_it_polls_may_give_up():
+    body = """mov.u32 %r2, 0;
+        AGAIN: ld.acquire.gpu.global.b32 %r1, [%d0]; add.u32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, 700; @%p1 bra AGAIN;
+        st.global.b32 [%d0], %r2;"""
+    out = np.zeros(1, np.uint32)
+    run(body, out)
+    assert out == 700
+
+
 def test_memory_starts_as_nan():
     out = per_lane("mov.u32 %r20, dynamic_smem; ld.shared.b32 %r9, [%r20];", WORDS).view(np.float32)
     assert np.isnan(out).all()

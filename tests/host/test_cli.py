@@ -21,6 +21,7 @@ from ..fakes import FakeBackend, HostDslBackend
 from ..oracle import visible_keys
 
 pytestmark = pytest.mark.usefixtures("office")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_doctor_tells_versions_cache_and_who_serves(capsys):
@@ -32,6 +33,21 @@ def test_doctor_tells_versions_cache_and_who_serves(capsys):
     assert "runs: reference forward" in said and "runs: reference backward" in said
     assert said.count("stages=1 packed") == 2 and "stages=1 cache" in said
     assert "sm90: runs on compute capability 9.0" in said
+
+
+def test_doctor_names_the_settings_that_were_changed(capsys):
+    assert cli.main(["doctor"]) == 0
+    assert f"{'settings':20} as they come\n" in capsys.readouterr().out
+    with settings.override(log=frozenset({"dispatch", "compile"}), strict=True):
+        assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert f"{'settings':20} CUTE_FLASH_LOG=compile,dispatch CUTE_FLASH_STRICT=1\n" in said and "None" not in said
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    command = f"{sys.executable} -m cute_flash explain --arch 9.0 --json | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 141 and done.stderr == ""
 
 
 def test_doctor_survives_a_machine_where_nothing_serves(backends, capsys):
@@ -54,6 +70,22 @@ def test_explain_takes_a_window_and_a_softcap(capsys):
     with pytest.raises(SystemExit):
         cli.main(["explain", "--window=-1,0"])
     assert "None (not -1) means unbounded" in capsys.readouterr().err
+
+
+def test_explain_takes_deterministic_gradients_and_those_through_lse(capsys):
+    """Of a kind of calls, and of one as cute_flash.explain says it."""
+    command = ["explain", "--arch", "10.0", "--direction"]
+    for words_of, plan in (((), "stages=2\n"), (("--deterministic", "--return-lse"), "stages=2 dlse deterministic\n")):
+        assert cli.main([*command, "backward", "--head-dim", "64", *words_of]) == 0
+        assert plan in capsys.readouterr().out
+    assert cli.main([*command, "forward", "--return-lse"]) == 0
+    assert " lse" in capsys.readouterr().out
+    assert cli.main([*command, "both", "2,64,4,64", "--deterministic", "--return-lse"]) == 0
+    q = torch.empty(2, 64, 4, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    expected = explain(q, q, q, arch="10.0", deterministic=True, return_lse=True)
+    assert capsys.readouterr().out == f"{expected}\n" and expected.backward.plan.deterministic
+    with pytest.raises(SystemExit, match="--form cache has no backward: --deterministic says nothing there"):
+        cli.main(["explain", "--form", "cache", "--deterministic"])
 
 
 def test_explain_takes_packed_sequences_and_caches(capsys):
@@ -214,6 +246,32 @@ def test_warmup_compiles_what_few_query_rows_run_too():
     assert variants() == ["", "split"] and variants("--split", "no") == [""] and variants("--split", "yes") == ["split"]
 
 
+def test_warmup_compiles_what_serving_calls():
+    """The plans that calls of attention_kvcache and attention_varlen have, and no others."""
+
+    def plans(*more):
+        command = ["warmup", "--head-dim", "128", "--lse", "no", "--direction", "forward", *more]
+        found, skipped = warmup.variants(cli.parser().parse_args(command))
+        assert skipped == []
+        return set(found)
+
+    q, q3 = (torch.empty(2, rows, 32, 128, dtype=torch.bfloat16, device="meta") for rows in (1, 3))
+    pages, table = (torch.empty(*sizes, device="meta") for sizes in ((9, 16, 8, 128), (2, 4)))
+    tables = {"cache_seqlens": table[:, 0].contiguous().int(), "page_table": table.int()}
+    new = {name: torch.empty(2, 1, 8, 128, dtype=torch.bfloat16, device="meta") for name in ("k_new", "v_new")}
+    wanted = {
+        explain(rows, pages.bfloat16(), pages.bfloat16(), **tables, **more, arch="9.0").plan
+        for rows in (q, q3) for more in ({}, new, {"causal": True}, {"causal": True, **new})
+    }  # fmt: skip
+    assert wanted < plans("--form", "cache", "--page-size", "16", "--rows", "4", "12")
+    assert plans("--form", "cache", "--page-size", "16", "--rows", "4", "--causal", "no", "--append", "no") < wanted
+    rows, starts = torch.empty(1000, 8, 128, dtype=torch.bfloat16, device="meta"), torch.empty(3, device="meta").int()
+    lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    hints = ({}, {"max_seqlen_q": 9000, "max_seqlen_k": 900}, {"max_seqlen_q": 40, "max_seqlen_k": 40})
+    wanted = {explain(rows, rows, rows, **lengths, **hint, causal=True, arch="9.0").plan for hint in hints}
+    assert plans("--form", "packed", "--causal", "yes") == wanted
+
+
 def test_warmup_counts_the_multiprocessors_of_the_gpu_it_compiles_for(simulated):
     """The count is in the plan: a kernel of another count is never found."""
 
@@ -340,7 +398,6 @@ def test_cache_lists_and_clears(capsys):
 
 
 def test_the_module_runs():
-    root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "cute_flash", "explain", "--capability", "12.0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0 and "runs: triton forward 12.0" in done.stdout, done.stderr

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cute_flash
@@ -100,6 +101,23 @@ def test_sizes_that_change_compile_twice_by_default(graphs):
         q, k, v = qkv(batch, seqlen, seqlen, requires_grad=False)
         assert torch.equal(compiled(q, k, v), attention(q, k, v, causal=True))
     assert graphs.traced <= 3  # static, seqlen symbolic, batch symbolic too
+
+
+def test_a_graph_guards_little_of_this_library(graphs):
+    """Each value that is looked up while tracing is compared at every call: twice as many took 10 us more."""
+    ours: list[str] = []
+
+    def keep_all(entries):
+        ours.extend(entry.name for entry in entries if "cute_flash" in entry.name)
+        return [True] * len(entries)
+
+    def call(q, k, v):
+        return cute_flash.attention(q, k, v, causal=True)
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager", options={"guard_filter_fn": keep_all})
+    with torch.no_grad():
+        compiled(*qkv(requires_grad=False))
+    assert 0 < len(ours) < 70, ours
 
 
 def test_gradients_of_a_graph_are_right(graphs):
@@ -385,13 +403,47 @@ def test_operators_are_attention(poisoned_empty):
     assert same(ours, everything(functools.partial(attention, return_lse=True, **options), inputs))
 
 
-def test_operators_of_nothing_and_of_lazy_signs():
+@pytest.mark.parametrize("recording", [False, True])
+def test_operators_of_nothing_and_of_lazy_signs(recording):
     q, k, v = qkv(requires_grad=False)
-    out, lse = FORWARD(q, k[:, :0], v[:, :0], True, *WORDS)
-    assert not out.any() and bool((lse == -torch.inf).all())
-    assert not any(x.any() for x in BACKWARD(out, None, q, k[:, :0], v[:, :0], out, lse, *WORDS))
-    plain, lazy = FORWARD(-q, k, v, False, *WORDS), FORWARD(torch._neg_view(q), k, v, False, *WORDS)
-    assert torch.equal(plain[0], lazy[0]) and lazy[1].numel() == 0
+    with torch.set_grad_enabled(recording):
+        out, lse = FORWARD(q, k[:, :0], v[:, :0], True, *WORDS)
+        assert not out.any() and bool((lse == -torch.inf).all())
+        assert not any(x.any() for x in BACKWARD(out, None, q, k[:, :0], v[:, :0], out, lse, *WORDS))
+        plain, lazy = FORWARD(-q, k, v, False, *WORDS), FORWARD(torch._neg_view(q), k, v, False, *WORDS)
+        assert torch.equal(plain[0], lazy[0]) and lazy[1].numel() == 0
+
+
+def test_an_operator_in_a_graph_enters_python_once():
+    """Gradients off, as a graph runs it: autograd's kernel calls what runs. Else it asks the dispatcher again."""
+    q, k, v = qkv(requires_grad=False)
+    out, lse = FORWARD(q, k, v, True, *WORDS)
+    for operator, arguments in (
+        (FORWARD.default, (q, k, v, True, *WORDS)),
+        (BACKWARD.default, (out, lse, q, k, v, out, lse, *WORDS)),
+    ):
+        for grad in (False, True):
+            entered: list[str] = []
+            with torch.set_grad_enabled(grad):
+                sys.setprofile(lambda frame, event, _, entered=entered: entered.append(frame.f_code.co_name))
+                try:
+                    operator(*arguments)
+                finally:
+                    sys.setprofile(None)
+            assert ("redispatch" in entered) is grad
+
+
+def test_modes_see_the_operator_where_no_gradient_is_recorded():
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    q, k, v = qkv(requires_grad=False)
+    with torch.no_grad(), Seeing():
+        out, _ = FORWARD(q, k, v, False, *WORDS)
+    assert seen == ["cute_flash.attention.default"] and torch.equal(out, FORWARD(q, k, v, False, *WORDS)[0])
 
 
 def test_operators_refuse_what_attention_refuses():

@@ -98,9 +98,9 @@ EVERY_BACKWARD = list(
         )
     )
     | dict.fromkeys(
-        backward(dims, mask, *features, deterministic=True)
-        for dims, mask, features in itertools.product(
-            [(192, 192), (192, 128)], (FULL, CAUSAL, WINDOW), ((), ("softcap",))
+        backward(dims, mask, *features, deterministic=True, short=short)
+        for dims, mask, features, short in itertools.product(
+            [(192, 192), (192, 128)], (FULL, CAUSAL, WINDOW), ((), ("softcap",)), (False, True)
         )
     )
     | dict.fromkeys(
@@ -164,8 +164,12 @@ def test_wide_heads_take_one_kernel_where_it_won():
     assert {variant(dims, FULL) for dims in ((256, 256), (128, 192), (192, 64), (192, 200))} == {"apart"}
     assert variant((192, 192), FULL, short=True) == "wide"
     assert {variant((192, 192), CAUSAL, short=True), variant((192, 128), FULL, short=True)} == {"apart"}
-    repeatable = backward((192, 192), FULL, deterministic=True)
-    assert repeatable.variant == "apart" and repeatable.deterministic
+    repeatable = [
+        backward(dims, mask, deterministic=True) for dims in ((192, 192), (160, 104)) for mask in (FULL, CAUSAL)
+    ]
+    assert {(each.variant, each.deterministic) for each in repeatable} == {("wide", True)}
+    short = backward((192, 192), FULL, short=True, deterministic=True)
+    assert short.variant == "apart" and short.deterministic
     assert not backward((192, 192), FULL).deterministic
 
 

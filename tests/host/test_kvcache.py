@@ -157,6 +157,7 @@ def call(**changes):
 LENS = torch.tensor([5, 7], dtype=torch.int32)
 NEW = torch.zeros(2, 3, 2, 16)
 ROWS_SHARED = torch.zeros(1, 10, 2, 16).expand(2, -1, -1, -1)
+NESTED = torch.nested.nested_tensor([torch.zeros(1, 2, 16)] * 2)
 HEADS_SHARED = torch.zeros(2, 10, 1, 16).expand(-1, -1, 2, -1)
 BAD = [
     ({"q": torch.zeros(2, 4, 16)}, ValueError, r"q must be 4-D \(batch, seqlen, heads, dim\)"),
@@ -173,6 +174,14 @@ BAD = [
     ({"cache_seqlens": LENS - 6}, ValueError, "cache_seqlens must be 0 to .*, got -1"),
     ({"cache_seqlens": LENS[0]}, ValueError, r"cache_seqlens must be \(batch,\) for a batch of 2, got shape \(\)"),
     ({"v_cache": torch.zeros(10, 2, 16)}, ValueError, r"v_cache must be 4-D .*, got shape \(10, 2, 16\)"),
+    (
+        {"cache_seqlens": LENS.to_sparse()},
+        TypeError,
+        "cache_seqlens must be a plain strided tensor, got torch.sparse_coo",
+    ),
+    ({"q": NESTED}, TypeError, "q must be a plain strided tensor, got a nested tensor"),
+    ({"k_cache": torch.zeros(2, 10, 2, 16).to_sparse()}, TypeError, "k_cache must be a plain strided tensor"),
+    ({"k_new": NESTED, "v_new": NEW}, TypeError, "k_new must be a plain strided tensor, got a nested tensor"),
     ({"cache_batch_idx": LENS}, ValueError, "cache_batch_idx must be 0 to 1, got 5"),
     ({"cache_batch_idx": LENS.float()}, TypeError, "cache_batch_idx must be int32, got float32"),
     ({"page_table": LENS}, ValueError, r"page_table must be \(batch, pages\) for a batch of 2, got shape \(2,\)"),
@@ -367,13 +376,18 @@ def test_split_counts():
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [({}, (8, 0)), ({"num_splits": 3}, (3, 0)), ({"batch_invariant": True}, (-(-3000 // INVARIANT_SPLIT_KEYS), 512))],
+    ("options", "capacity", "expected"),
+    [
+        ({}, 3000, (8, 0)),
+        ({"num_splits": 3}, 3000, (3, 0)),
+        ({"batch_invariant": True}, 3000, (-(-3000 // INVARIANT_SPLIT_KEYS), 512)),
+        ({"batch_invariant": True}, 100, (2, 512)),  # as a longer cache's, whose shares are merged
+    ],
 )
-def test_what_a_kernel_is_told_of_splits(monkeypatch, simulated, options, expected):
+def test_what_a_kernel_is_told_of_splits(monkeypatch, simulated, options, capacity, expected):
     told = []
     simulated((9, 0), sm_count=8)
-    inputs = make_inputs(CacheCase((5,), capacity=3000, heads_q=2, heads_kv=2, dtype="float32"))
+    inputs = make_inputs(CacheCase((5,), capacity=capacity, heads_q=2, heads_kv=2, dtype="float32"))
     from cute_flash.arch.reference.backend import BACKEND
 
     monkeypatch.setattr(BACKEND, "build", lambda plan: lambda *operands: told.append(operands[10:12]))

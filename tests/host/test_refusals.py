@@ -57,6 +57,11 @@ def test_dtypes_that_are_not_served(dtype, error, words):
         attention(*inputs(dtype=dtype))
 
 
+def test_an_architecture_is_text():
+    with pytest.raises(TypeError, match=r"arch=9.0 must be text"):
+        explain(*inputs(), arch=9.0)
+
+
 def test_tensors_that_do_not_match_each_other():
     q, k, v = inputs()
     with pytest.raises(TypeError, match=r"one dtype, got q torch\.float32, k torch\.float16, v torch\.float32"):
@@ -69,6 +74,10 @@ def test_tensors_that_do_not_match_each_other():
         attention(q, k, None)
     with pytest.raises(TypeError, match="q must be a plain strided tensor"):
         attention(q.to_sparse(), k, v)
+    nested = torch.nested.nested_tensor([torch.zeros(3, 2, 16), torch.zeros(4, 2, 16)])  # has no shape
+    for wrong in ((nested, k, v), (q, k, nested)):
+        with pytest.raises(TypeError, match="must be a plain strided tensor, got a nested tensor"):
+            attention(*wrong)
 
 
 def test_a_bad_call_after_a_good_one_is_still_refused():

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -69,23 +70,38 @@ def listing(*kernels):
     text.write("==PROF== Connected to process 7\n")
     writer = csv.writer(text, quoting=csv.QUOTE_ALL)
     writer.writerow(["ID", "Kernel Name", *metrics])
-    writer.writerow(["", "", *("byte", "sector", "sector", "byte", "byte", "ns")])
+    writer.writerow(["", "", *("byte", "byte", "sector", "sector", "byte", "byte", "ns")])
     for number, (name, *values) in enumerate(kernels):
         writer.writerow([number, name, *(f"{value:,}" for value in values)])
     return text.getvalue()
 
 
 def test_kernels_between_marks_are_one_contestants():
-    mark = ("void at::cuda::spin_kernel(long)", 9, 9, 9, 9, 9, 9)
+    mark = ("void at::cuda::spin_kernel(long)", 9, 9, 9, 9, 9, 9, 9)
     text = listing(
-        mark, ("ours", 7_777, 1000, 10, 5_000, 600, 70), mark, ("a", 6, 1, 2, 3, 4, 5), ("b", 60, 10, 20, 30, 40, 50)
+        mark,
+        ("ours", 7_777, 7_700, 1000, 10, 5_000, 600, 70),
+        mark,
+        ("a", 6, 5, 1, 2, 3, 4, 5),
+        ("b", 60, 50, 10, 20, 30, 40, 50),
     )
     found = traffic.parse(text, [(0, "ours"), (0, "standard")])
-    counts = (1, 7_777, 32_000, 320, 5_000, 600, 70)  # sectors of 32 bytes in two of them
+    counts = (1, 7_777, 7_700, 32_000, 320, 5_000, 600, 70)  # sectors of 32 bytes in two of them
     assert found[0, "ours"] == dict(zip(("kernels", *traffic.METRICS), counts, strict=True))
     assert found[0, "standard"]["kernels"] == 2 and found[0, "standard"]["l2_read_bytes"] == 11 * 32
     with pytest.raises(ValueError, match="lists 2 runs, and there were 1"):
         traffic.parse(text, [(0, "ours")])
+
+
+def test_a_metric_that_the_profiler_does_not_know_is_said_and_left_out(monkeypatch, capsys):
+    names = [metric.rsplit(".", 1)[0] for metric, _ in traffic.METRICS.values()]
+    known = "".join(f"{name}  what it counts\n" for name in names if not name.endswith("tma_ld"))
+    ran = subprocess.CompletedProcess([], 0, stdout=known)
+    monkeypatch.setattr(traffic.subprocess, "run", lambda *args, **kwargs: ran)
+    assert len(traffic.known_metrics().split(",")) == len(names) - 1
+    assert (
+        "not known to this profiler: l1tex__m_xbar2l1tex_read_bytes_mem_global_op_tma_ld.sum" in capsys.readouterr().err
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- page
@@ -134,15 +150,27 @@ def test_a_page_of_what_was_measured_says_what_was_not(results):
     reader = read(page.page(results))
     words = " ".join(reader.text)
     assert "geometric mean 1.265 of 2 points, worst 0.800" in words and "1.265x" in reader.text
-    assert words.count("Not measured yet") == 2  # memory and host cost
+    assert words.count("Not measured yet") == 3  # caches, memory and host cost
     assert "No profiler has counted these yet" in words and "Not yet run on silicon" in words
     assert {link[1:] for link in reader.links if link.startswith("#")} == set(reader.ids) == {"speed", "accuracy",
-            "memory", "bytes", "host", "blackwell"}  # fmt: skip
+            "serving", "memory", "bytes", "host", "blackwell"}  # fmt: skip
     assert all(link.startswith(("#", "data:image/png")) for link in reader.links), "the page needs no other file"
 
 
 def test_an_empty_folder_has_a_page_too(tmp_path):
-    assert " ".join(read(page.page(tmp_path)).text).count("Not measured yet") == 4
+    assert " ".join(read(page.page(tmp_path)).text).count("Not measured yet") == 5
+
+
+def test_caches_and_packed_sequences_are_shown(results):
+    place = {"B": "4", "Hq": "32", "Hkv": "8", "Sq": "1", "Sk": "1000", "d": "128", "dv": "64", "dtype": "bf16"}
+    decode = [row(CAUSAL, name, us) | place | {"pass": "decode"} for name, us in (("ours", 2.0), ("cudnn", 1.0))]
+    records.append(results / "decode.csv", decode)
+    packed = [row(CAUSAL, name, 3.0) | {"pass": "varlen-bwd", "B": "5"} for name in ("ours", "torch")]
+    records.append(results / "varlen.csv", packed)
+    text = read(page.page(results)).text
+    gigabytes = 4 * 8 * 1000 * (128 + 64) * 2 / 1e3  # in a microsecond
+    assert {"4 x 1000 keys", f"{gigabytes / 2:.0f}", f"{gigabytes:.0f}", "0.500"} <= set(text)
+    assert {"backward, 5 sequences, longest 4096", "PyTorch's varlen_attn", "1.000"} <= set(text)
 
 
 def test_memory_and_counted_bytes_are_shown(results):
@@ -154,12 +182,20 @@ def test_memory_and_counted_bytes_are_shown(results):
             for direction in memory.PASSES:
                 place = {"contestant": "ours", "pass": direction, "d": 128, "B": 1, "H": 16, "S": seqlen}
                 writer.writerow({**facts, **place, "peak_bytes": 3 * 2**20 * seqlen // 1024})
-    counts = dict(zip(("kernels", *traffic.METRICS), (1, "", 123_400_000, 1, 1_000_000, 500_000, 1), strict=True))
+    counts = dict(zip(("kernels", *traffic.METRICS), (1, "", "", 123_400_000, 1, 1_000_000, 500_000, 1), strict=True))
     place = {"contestant": "ours", "plan": "", "d": 64, "mask": "causal", "B": 1, "H": 32, "S": 4096}
     traffic.write(results / "traffic.csv", [{**facts, "cuda": "", "driver": "", **place, **counts}])
     text = read(page.page(results)).text
     assert {"3.0", "12.0", "123.4", "1.5"} <= set(text)
     assert "No profiler" not in " ".join(text)
+
+
+def test_the_worst_of_three_gradients_is_shown(results):
+    head = "shape,yardstick,dq,dk,dv,dq_yardstick,dk_yardstick,dv_yardstick"
+    lines = [head, "d64-full-b1,fa4,1e-3,3e-3,1e-3,1e-3,2e-3,1e-3", "d64-full-b9,fa4,1e-3,1e-3,1e-3,1e-3,1e-3,1e-3"]
+    (results / "gradient_errors.csv").write_text("\n".join(lines))
+    text = read(page.page(results)).text
+    assert "1.500" in text and "fa4" in text and "error ratios of gradients on a GPU" in text
 
 
 def test_without_matplotlib_there_are_tables(results, monkeypatch):

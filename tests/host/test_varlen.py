@@ -105,6 +105,7 @@ BAD = [
     ({"k": torch.zeros(12, 2, 24)}, ValueError, "q and k must have one head_dim, got 16 and 24"),
     ({"v": torch.zeros(12, 2, 16).double()}, TypeError, "one dtype"),
     ({"cu_seqlens_q": [0, 5, 12]}, TypeError, "cu_seqlens_q must be a torch.Tensor, got list"),
+    ({"cu_seqlens_q": torch.nested.nested_tensor([CU])}, TypeError, "cu_seqlens_q must be a plain strided tensor"),
     ({"cu_seqlens_q": CU.long()}, TypeError, "cu_seqlens_q must be int32, got int64"),
     ({"cu_seqlens_k": CU[None]}, ValueError, r"cu_seqlens_k must be 1-D \(sequences \+ 1,\), got shape \(1, 3\)"),
     ({"cu_seqlens_k": CU[:0]}, ValueError, r"got shape \(0,\)"),
@@ -222,14 +223,15 @@ def test_a_warm_call_describes_nothing(monkeypatch):
         attention_varlen(*qkv, **inputs.lengths, causal=False)
 
 
-@pytest.mark.parametrize(("arch", "own"), [("9.0", "sm90"), ("10.0", "sm100")])
-def test_backends_without_it_are_passed_over(arch, own):
+def test_backends_without_it_are_passed_over():
+    arch, own = "10.0", "sm100"
     inputs = make_inputs(same(40, 3, dtype="bfloat16"))
     leaves = [x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     decision = cute_flash.explain(*leaves, **inputs.lengths, arch=arch)
-    refused = [("the backward of packed sequences (attention_varlen) is not built yet", decision.backward)]
-    if own == "sm100":
-        refused.append(("packed sequences (attention_varlen) are not built yet", decision))
+    refused = [
+        ("packed sequences (attention_varlen) are not built yet", decision),
+        ("the backward of packed sequences (attention_varlen) is not built yet", decision.backward),
+    ]
     for sentence, each in refused:
         assert each.plan.backend == "triton" and each.plan.form == "packed" and each.fallback
         assert each.refusals[own] == (sentence,)
@@ -237,13 +239,35 @@ def test_backends_without_it_are_passed_over(arch, own):
         cute_flash.explain(*leaves, **inputs.lengths, arch=arch, backend=own)
 
 
-def test_hopper_has_the_forward():
+def test_hopper_has_it():
     inputs = make_inputs(same(200, 3, dtype="bfloat16"))
-    qkv = inputs.q, inputs.k, inputs.v
+    qkv = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     plain = cute_flash.explain(*qkv, **inputs.lengths, arch="9.0").plan
     short = cute_flash.explain(*qkv, **inputs.lengths, max_seqlen_q=40, max_seqlen_k=40, arch="9.0").plan
     assert plain.backend == short.backend == "sm90" and plain.form == short.form == "packed" and plain.draws
     assert short.tile.tile_m == 64 and short.ctas == 2 * plain.ctas
+    for deterministic in (False, True):
+        backward = cute_flash.explain(*qkv, **inputs.lengths, deterministic=deterministic, arch="9.0").backward
+        assert backward.plan.backend == "sm90" and backward.plan.form == "packed" and not backward.fallback
+        assert backward.plan.deterministic == deterministic
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        (
+            same(40, 3, head_dim=192),
+            "is built up to head dim 128, and for 129 to 192 with a head_dim_v of 65 to 192, not",
+        ),
+        (same(40, 3, head_dim=256, head_dim_v=256), "not for head_dim=256, head_dim_v=256"),
+    ],
+)
+def test_what_hoppers_backward_lacks_is_said(case, sentence):
+    inputs = make_inputs(case)
+    qkv = [x.bfloat16().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    decision = cute_flash.explain(*qkv, **inputs.lengths, arch="9.0")
+    assert decision.plan.backend == "sm90" and decision.backward.plan.backend == "triton"
+    assert sentence in decision.backward.refusals["sm90"][0]
 
 
 def test_emulated_calls_go_to_the_reference():

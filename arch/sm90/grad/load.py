@@ -11,6 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 from cute_flash.spec.plan import Tile
 
 from ...common.keyunits import Unit, first_stop, next_stop
+from ...common.ragged import Rows, ragged_view, sequence_heads
 from .memory import TmaSource
 from .pipeline import BackwardPipelines
 from .schedule import LOAD_WARP
@@ -25,11 +26,15 @@ class Sources(NamedTuple):
     do: TmaSource
 
 
-def sources_of(moved: tuple, layouts: NamedTuple, tile: Tile, widths: tuple[int, int, int]) -> Sources:
-    """`moved`: (q, k, v, do), modes (batch, seqlen, heads, head_dim); `widths`: (of q, of k, of v and do)."""
+def sources_of(
+    moved: tuple, layouts: NamedTuple, tile: Tile, widths: tuple[int, int, int], packed: bool = False
+) -> Sources:
+    """`moved`: (q, k, v, do), modes (batch, seqlen, heads, head_dim); `widths`: (of q, of k, of v and do); `packed`: as
+    ragged_view has them."""
 
     def source(tensor, layout, rows, width):
-        view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+        batched = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+        view = ragged_view(tensor) if packed else batched
         box, op = cute.slice_(layout, (None, None, 0)), cpasync.CopyBulkTensorTileG2SOp()
         return TmaSource(*cpasync.make_tiled_tma_atom(op, view, box, (rows, width)))
 
@@ -60,9 +65,11 @@ class Feed(NamedTuple):
     s_rows: cute.Tensor  # (2 * tile_m, stages) float32
 
 
-def tile_copy(tma: TmaSource, smem: cute.Tensor, tile: tuple[int, int], batch: Int32) -> TileCopy:
-    """Tiles of every head of a batch entry, ready for TMA."""
-    tiles = cute.local_tile(tma.tensor[None, None, None, batch], tile, (None, 0, None))
+def tile_copy(tma: TmaSource, smem: cute.Tensor, tile: tuple[int, int], place: Int32 | Rows) -> TileCopy:
+    """Tiles of every head, of a batch entry or of the rows of a packed sequence, ready for TMA."""
+    packed = isinstance(place, Rows)
+    rows = sequence_heads(tma.tensor, place) if packed else tma.tensor[None, None, None, place]
+    tiles = cute.local_tile(rows, tile, (None, 0, None))
     target, source = cpasync.tma_partition(
         tma.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
     )

@@ -14,16 +14,18 @@ from cutlass import Float32, Int32, Int64
 
 from ...common.delta import Ahead, Scratch
 from ...common.keyunits import Unit, index_from
+from ..sequences import Table
 from .queue import UnitRing, receive, unit_states
 
 
 class Zeroing(NamedTuple):
-    """Read-only; the scratch alone where no dQ is summed."""
+    """Read-only; the scratch alone where no dQ is summed, or where its sums are zero before."""
 
     scratch: Scratch
     ahead: Ahead | None = None
     heads_kv: Int32 | None = None
     units: Int32 | None = None  # of the launch
+    table: Table | None = None  # of packed sequences
 
 
 def _word(zeroing: Zeroing, row: Int32):

@@ -1,0 +1,118 @@
+"""WHICH: the units of a launch, a tile of keys of a head each, and where in memory what belongs to one lies."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_flash.spec.plan import Plan
+
+from ...common.blocks import row_tiles
+from ...common.delta import Scratch
+from ...common.keyunits import Unit, in_sections, row_bytes, ticket_of, unit_count, unit_from, unit_of
+from ...common.order import Sizes, head_by_head, longest_first
+from ...common.ragged import Place, Rows, only_rows
+from ..sequences import entry_at, place_at, tile_total
+from .zeros import Zeroing
+
+
+class KeyUnits:
+    """Of one Plan. `origin`: what the kernel is given beside its operands."""
+
+    zeroes = True  # do CTAs store the zeros that sums of dQ start as? See zeros.py
+
+    def __init__(self, plan: Plan, in_turn: bool):
+        self.tile, self.mask, self.in_turn = plan.tile, plan.mask, in_turn
+        self.widths = plan.head_dim, plan.head_dim_v
+
+    def count(self, origin: Zeroing, sizes: Sizes) -> Int32:
+        return unit_count(sizes, self.tile)
+
+    def at(self, index: Int32, origin: Zeroing, sizes: Sizes) -> Unit:
+        """By a warp."""
+        return unit_of(index, sizes, self.tile, self.widths, self.mask, self.in_turn)
+
+    def ticket(self, index: Int32, unit: Unit) -> tuple:
+        """What other warps are told."""
+        return ticket_of(index, unit)
+
+    def told(self, ticket: tuple, group: Int32, bounds: tuple) -> Unit:
+        """`bounds`: (left, right) of a window."""
+        return unit_from(ticket, group)
+
+    def seqlens(self, unit: Unit, seqlens: tuple) -> tuple:
+        """Of q and k; `seqlens`: the tensors'."""
+        return seqlens
+
+    def scratch(self, scratch: Scratch, unit: Unit) -> Scratch:
+        return scratch
+
+    def places(self, unit: Unit) -> tuple:
+        """(of Q and dO, of K and V): see tile_copy."""
+        return unit.batch, unit.batch
+
+    def key_rows(self, tensor: cute.Tensor, unit: Unit) -> cute.Tensor:
+        """(keys, head_dim) of dK or dV."""
+        return tensor[unit.batch, None, unit.head_kv, None]
+
+
+class PackedKeyUnits(KeyUnits):
+    """Of packed sequences: key tiles as prepare_kernel of sequences.py counts them, most query rows first. `origin`
+    has its table."""
+
+    zeroes = False
+
+    def count(self, origin: Zeroing, sizes: Sizes) -> Int32:
+        return tile_total(origin.table, sizes.heads_kv)
+
+    @cute.jit
+    def at(self, index: Int32, origin: Zeroing, sizes: Sizes) -> Unit:
+        tile, table = self.tile, origin.table
+        entry = entry_at(table, index // sizes.heads_kv)
+        keys, queries = place_at(table, entry)
+        within, blocks = index - table.starts[entry] * sizes.heads_kv, (keys.count + tile.tile_n - 1) // tile.tile_n
+        blocks = cutlass.max(blocks, 1)
+        if cutlass.const_expr(in_sections(self.mask, self.in_turn)):
+            head_bytes = row_bytes(queries.count, self.widths)
+            work = longest_first(within, blocks, sizes.heads_kv, Int32(1), head_bytes, Int32(1))
+            key_block = blocks - 1 - work.m_block
+        else:
+            work = head_by_head(within, blocks, sizes.heads_kv)
+            key_block = work.m_block
+        slot = queries.first // tile.tile_m + table.order[entry]
+        place, bounds = Place(queries, keys), (sizes.left, sizes.right)
+        return self._unit((key_block, work.head, place, slot), sizes.heads_q // sizes.heads_kv, bounds)
+
+    def ticket(self, index: Int32, unit: Unit) -> tuple:
+        q, k = unit.place
+        return (Int32(1), unit.key_block, unit.head_kv, q.first, q.count, k.first, k.count, unit.slot)
+
+    def told(self, ticket: tuple, group: Int32, bounds: tuple) -> Unit:
+        key_block, head_kv, slot = ticket[1], ticket[2], ticket[7]
+        place = Place(Rows(*ticket[3:5]), Rows(*ticket[5:7]))
+        return self._unit((key_block, head_kv, place, slot), group, bounds)
+
+    def _unit(self, found: tuple, group: Int32, bounds: tuple) -> Unit:
+        """`found`: (key tile, head of K and V, Place, slot). In turn: as unit_of has it for the first keys first."""
+        key_block, head_kv, place, slot = found
+        seqlens = place.q.count, place.k.count
+        tiles = row_tiles(key_block * self.tile.tile_n, self.tile, seqlens, bounds, self.mask)
+        way = Int32(-1 if self.in_turn else 1)
+        return Unit(key_block, head_kv, Int32(0), head_kv * group, group, tiles, way, place, slot)
+
+    def seqlens(self, unit: Unit, seqlens: tuple) -> tuple:
+        return unit.place.q.count, unit.place.k.count
+
+    def scratch(self, scratch: Scratch, unit: Unit) -> Scratch:
+        """With the sequence's slots first."""
+
+        def moved(tensor: cute.Tensor) -> cute.Tensor:
+            return cute.domain_offset((0, unit.slot, 0, 0), tensor)
+
+        turns = None if scratch.turns is None else moved(scratch.turns)
+        return scratch._replace(dq=moved(scratch.dq), rows=moved(scratch.rows), turns=turns)
+
+    def places(self, unit: Unit) -> tuple:
+        return tuple(unit.place)
+
+    def key_rows(self, tensor: cute.Tensor, unit: Unit) -> cute.Tensor:
+        return only_rows(tensor, 1, unit.place.k)[0, None, unit.head_kv, None]
