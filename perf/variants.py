@@ -49,7 +49,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def named(plan: Plan) -> str:
     tile = plan.tile
     words = [str(tile) if tile else "", plan.variant or "plain"]
-    words += [f"{tile.warps}MB"] if tile and tile.warps else []
     return " ".join(words + (["deterministic"] if plan.deterministic else []))
 
 

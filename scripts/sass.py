@@ -207,7 +207,7 @@ def main_loops(code: Sequence[Instruction]) -> list[tuple[int, Counter[str]]]:
 
 
 def ahead_of_waits(body: Sequence[Instruction]) -> list[int]:
-    """For each wait of a loop for wgmma, the exponentials that come before it: they run while a product is in flight."""
+    """For each wait of a loop for wgmma, the exponentials before it: they run while a product is in flight."""
     waits = [i for i, each in enumerate(body) if each.opcode.startswith("WARPGROUP.DEPBAR")]
     return [mix(body[:wait])["MUFU.EX2"] for wait in waits]
 

@@ -36,13 +36,6 @@ def row_bytes(seqlen_q: Int32, widths: tuple[int, int]) -> Int32:
     return rows * (widths[0] * 6 + widths[1] * 2)
 
 
-def _section_bytes(sizes: Sizes, tile, widths: tuple[int, int]) -> Int32:
-    head_bytes = row_bytes(sizes.seqlen_q, widths)
-    if tile.warps:
-        head_bytes = cutlass.min(head_bytes, (1 << 30) // (32 // tile.warps)) * (32 // tile.warps)
-    return head_bytes
-
-
 def in_sections(mask, in_turn: bool) -> bool:
     """Are key tiles taken from many heads by turns? Causal, so that lengths mix. Who adds in turn then seldom follows
     close behind another; under a window nobody does."""
@@ -62,7 +55,7 @@ def ahead_of(
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     distance = blocks
     if cutlass.const_expr(in_sections(mask, in_turn)):
-        distance = blocks * section_width(sizes.heads_kv * sizes.batch, _section_bytes(sizes, tile, widths))
+        distance = blocks * section_width(sizes.heads_kv * sizes.batch, row_bytes(sizes.seqlen_q, widths))
     return Ahead(distance, blocks, sizes.heads_q // sizes.heads_kv)
 
 
@@ -87,7 +80,7 @@ def unit_of(
     group, way = sizes.heads_q // sizes.heads_kv, Int32(-1 if in_turn else 1)
     if cutlass.const_expr(in_sections(mask, in_turn)):
         # the first keys are seen by most query tiles and start first, within as many heads as keep Q, dO, dQ in L2
-        rows, head_bytes = sizes.heads_kv * sizes.batch, _section_bytes(sizes, tile, widths)
+        rows, head_bytes = sizes.heads_kv * sizes.batch, row_bytes(sizes.seqlen_q, widths)
         work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, head_bytes, Int32(1))
         key_block = blocks - 1 - work.m_block
         if cutlass.const_expr(in_turn and mask.causal):

@@ -46,7 +46,7 @@ from .grad.weights import (
     weights_and_gradients,
 )
 from .pipeline import wait_full
-from .schedule import ROWS_PER_WARPGROUP, WARPGROUP
+from .schedule import WARPGROUP
 from .sequences import Lengths, launch_prepare, table_of
 from .tiles import ALTERNATE, APART, TABLE, dq_width, table_room
 
@@ -264,7 +264,7 @@ class BackwardSm90(PlainEntry):
                 row_values=self.units.scratch(zeroing.scratch, unit).rows[None, None, None, unit.batch],
                 s_rows=s_rows,
             )
-            states = feed_unit(pipes, states, feed, unit, self.in_turn, self.tile.votes)
+            states = feed_unit(pipes, states, feed, unit, self.in_turn)
             index = draw(counters, 0)
         announce(ring, ticket_state, (Int32(0),))
 
@@ -316,10 +316,9 @@ class BackwardSm90(PlainEntry):
         while ticket[0] != 0:
             unit = self.units.told(ticket, group_size, context.bounds)
             seqlens = self.units.seqlens(unit, context.seqlens)
-            row_start, dv_rows = unit.key_block * tile_n, self.units.key_rows(dv, unit)
-            states = self.through(context._replace(seqlens=seqlens), states, unit, dv_rows)
-            if cutlass.const_expr(not self.tile.halves):
-                self.leave(acc.dv, dv_rows, thread, row_start, self.width_v)
+            states = self.through(context._replace(seqlens=seqlens), states, unit)
+            row_start = unit.key_block * tile_n
+            self.leave(acc.dv, self.units.key_rows(dv, unit), thread, row_start, self.width_v)
             acc.dk.store(acc.dk.load() * scale)
             self.leave(acc.dk, self.units.key_rows(dk, unit), thread, row_start, self.width_qk)
             ticket, ticket_state = receive(ring, ticket_state)
@@ -329,14 +328,12 @@ class BackwardSm90(PlainEntry):
         store_direct(acc, rows, thread, row_start, self.dtype)
 
     @cute.jit
-    def through(self, context: MmaContext, states: tuple, unit: Unit, dv_rows: cute.Tensor):
+    def through(self, context: MmaContext, states: tuple, unit: Unit):
         """One unit. -> the states moved on"""
         pipes, acc = context.pipes, context.acc
         kv_state, q_state, do_state = states
-        if cutlass.const_expr(not self.tile.late):
-            acc.dk.fill(0.0)
-            acc.dv.fill(0.0)
-        started = cutlass.Boolean(False)
+        acc.dk.fill(0.0)
+        acc.dv.fill(0.0)
         tiles, key_start = unit.tiles, unit.key_block * self.tile.tile_n
         wait_full(pipes.k, kv_state)
         wait_full(pipes.v, kv_state)
@@ -344,21 +341,11 @@ class BackwardSm90(PlainEntry):
         if left == 0:
             pipes.k.consumer_release(kv_state)
             pipes.v.consumer_release(kv_state)
-            if cutlass.const_expr(self.tile.late):
-                acc.dk.fill(0.0)
-                acc.dv.fill(0.0)
-            if cutlass.const_expr(self.tile.halves):
-                self.leave(acc.dv, dv_rows, context.thread, key_start, self.width_v)
         for _ in cutlass.range(left, unroll=1):
             at = stop[0]
             masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
             left -= 1
-            if cutlass.const_expr(self.tile.late or self.tile.halves):
-                turn = at, key_start, started, dv_rows
-                self.step_through(context, (kv_state, q_state, do_state), turn, masked, left == 0)
-                started = cutlass.Boolean(True)
-            else:
-                self.step(context, (kv_state, q_state, do_state), (at, key_start), masked, left == 0)
+            self.step(context, (kv_state, q_state, do_state), (at, key_start), masked, left == 0)
             q_state.advance()
             do_state.advance()
             stop = next_stop(stop, unit, self.in_turn)
@@ -367,63 +354,12 @@ class BackwardSm90(PlainEntry):
 
     @cute.jit
     def step(self, context: MmaContext, states: tuple, turn: tuple, masked, last):
-        """One query tile. `turn`: (tile, first key); after the `last` one K and V are given back."""
-        if cutlass.const_expr(self.tile.skips):
-            if self.hides(context, turn):
-                self.step_over(context, states, last)
-            else:
-                self.step_through(context, states, turn, masked, last)
-        else:
-            self.step_through(context, states, turn, masked, last)
-
-    def hides(self, context: MmaContext, turn: tuple):
-        """Does the diagonal hide all keys of the warpgroup from all rows of a query tile?"""
-        at, key_start = turn
-        seqlen_q, seqlen_k = context.seqlens
-        last_seen = (at + 1) * self.tile.tile_m - 1 + seqlen_k - seqlen_q
-        return key_start + context.group * ROWS_PER_WARPGROUP > last_seen
-
-    @cute.jit
-    def step_over(self, context: MmaContext, states: tuple, last):
-        """A query tile that sees none of the warpgroup's keys: nothing but the tile's dQ of the other's."""
-        pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
-        kv_state, q_state, do_state = states
-        ds_slot = q_state.index
-        wait_full(pipes.q, q_state)
-        acc.ds_packed.fill(0)
-        self.store_ds(acc, context.rooms.ds[None, None, ds_slot], thread)
-        cute.arch.fence_view_async_shared()
-        ds, k_columns = ops.ds[None, None, None, ds_slot], ops.k_columns[None, None, None, 0]
-        if cutlass.const_expr(self.alternate):
-            if context.group == ds_slot:
-                cute.arch.barrier(barrier_id=DS_STORED + ds_slot, number_of_threads=self.schedule.mma_threads)
-                issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
-                warpgroup.wait_group(0)
-                hand_over_dq(acc.dq, context.s_dq, Int32(0), thread)
-            else:
-                cute.arch.barrier_arrive(barrier_id=DS_STORED + ds_slot, number_of_threads=self.schedule.mma_threads)
-        else:
-            cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
-            factors = (k_columns, ds) if cutlass.const_expr(self.mmas.dq_transposed) else (ds, k_columns)
-            issue(self.mmas.dq(), acc.dq, *factors, False)
-            warpgroup.wait_group(0)
-            hand_over_dq(acc.dq, context.s_dq, context.group, thread)
-        wait_full(pipes.do, do_state)
-        if last:
-            pipes.v.consumer_release(kv_state)
-            pipes.k.consumer_release(kv_state)
-        pipes.do.consumer_release(do_state)
-        pipes.q.consumer_release(q_state)
-
-    @cute.jit
-    def step_through(self, context: MmaContext, states: tuple, turn: tuple, masked, last):
-        """See step.
+        """One query tile. `turn`: (tile, first key); after the `last` one K and V are given back.
 
         P is formed under dP, and dQ leaves under dK. dV is issued when dS is done: before, its matmuls would stand in
         the way of dS in the warp's order while the tensor cores work for another warpgroup.
         """
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
-        adds = turn[2] if self.tile.late else True
         kv_state, q_state, do_state = states
         rows = cute.local_tile(context.s_rows[None, q_state.index], (self.tile.tile_m,), (None,))  # (tile_m, 2)
         wait_full(pipes.q, q_state)
@@ -434,7 +370,7 @@ class BackwardSm90(PlainEntry):
         issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], do, False)
         warpgroup.wait_group(1)
         if masked:
-            at, key_start = turn[:2]
+            at, key_start = turn
             place = (at * self.tile.tile_m, key_start)
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
         formed, count = acc.p_packed, self.tile.ahead // 2
@@ -458,7 +394,7 @@ class BackwardSm90(PlainEntry):
         ds_slot = q_state.index
         self.store_ds(acc, context.rooms.ds[None, None, ds_slot], thread)
         do_columns = ops.do_columns[None, None, None, do_state.index]
-        issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, adds)
+        issue(self.mmas.by_keys(self.width_v), acc.dv, as_operand(acc.p_packed, self.dtype), do_columns, True)
         cute.arch.fence_view_async_shared()
         ds, k_columns = ops.ds[None, None, None, ds_slot], ops.k_columns[None, None, None, 0]
         q_columns = ops.q_columns[None, None, None, q_state.index]
@@ -475,26 +411,23 @@ class BackwardSm90(PlainEntry):
             pipes.do.consumer_release(do_state)
             if last:
                 pipes.k.consumer_release(kv_state)
-            issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, adds)
+            issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
         else:
             cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)
             factors = (k_columns, ds) if cutlass.const_expr(self.mmas.dq_transposed) else (ds, k_columns)
             issue(self.mmas.dq(), acc.dq, *factors, False)
             warpgroup.wait_group(1)
             pipes.do.consumer_release(do_state)
-            issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, adds)
+            issue(self.mmas.by_keys(self.width_qk), acc.dk, as_operand(acc.ds_packed, self.dtype), q_columns, True)
             warpgroup.wait_group(1)
             if last:
                 pipes.k.consumer_release(kv_state)
             hand_over_dq(acc.dq, context.s_dq, context.group, thread)
-        if cutlass.const_expr(self.tile.halves):
-            if last:
-                self.leave(acc.dv, turn[3], thread, turn[1], self.width_v)
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
 
     def values_of(self, values: cute.Tensor, thread: Int32):
-        """LSE or delta of a thread's columns."""
+        """LSE or delta of a thread's columns: see by_columns. Early, it is loaded here, before the wait that follows."""
         found = by_columns(values, thread, self.tile.tile_m)
         return list(found) if self.tile.early else found
 

@@ -25,9 +25,10 @@ from .grad.mma import (
     make_key_operands,
     part_of,
 )
-from .grad.weights import capped_probabilities, exponentials, score_gradients, weights_and_gradients
 from .grad.pipeline import as_words, hold
+from .grad.weights import capped_probabilities, exponentials, score_gradients, weights_and_gradients
 from .pipeline import wait_full
+from .schedule import ROWS_PER_WARPGROUP
 
 
 class WholeKeyGradientsSm90(BackwardSm90):
@@ -46,6 +47,24 @@ class WholeKeyGradientsSm90(BackwardSm90):
 
     def accumulators(self) -> NamedTuple:
         return make_key_accumulators(self.mmas)
+
+    @cute.jit
+    def step(self, context: MmaContext, states: tuple, turn: tuple, masked, last):
+        """One query tile. `turn`: (tile, first key); after the `last` one K and V are given back."""
+        if cutlass.const_expr(self.tile.skips):
+            if self.hides(context, turn):
+                self.step_over(context, states, last)
+            else:
+                self.step_through(context, states, turn, masked, last)
+        else:
+            self.step_through(context, states, turn, masked, last)
+
+    def hides(self, context: MmaContext, turn: tuple):
+        """Does the diagonal hide all keys of the warpgroup from all rows of a query tile?"""
+        at, key_start = turn
+        seqlen_q, seqlen_k = context.seqlens
+        last_seen = (at + 1) * self.tile.tile_m - 1 + seqlen_k - seqlen_q
+        return key_start + context.group * ROWS_PER_WARPGROUP > last_seen
 
     @cute.jit
     def step_over(self, context: MmaContext, states: tuple, last):

@@ -270,9 +270,23 @@ def backward_tile(problem: Problem, plain: bool) -> Tile:
     if not fused_backward(*dims):
         return replace(_apart_tile(widths, plain), skips=plain and problem.mask.causal)
     tile = TALL_TILE if tall_backward(problem) else Tile(128 if widths <= 128 and plain else 64, 128, stages=2)
-    if not plain or tile.tile_m == 128:
+    return _waits(problem, tile) if plain else tile
+
+
+def _waits(problem: Problem, tile: Tile) -> Tile:
+    """Where a fused backward has LSE and delta early, and how many exponentials stand before its wait for dP: ptxas
+    left to itself has one of 32 at d=128 and 96, five of 64 at d=64; half of them is best at d=128.
+
+    NVIDIA H200, 2026-11-30, commit 348bf59, TFLOP/s neither / early / early, half before / early, all / all. d=128
+    causal S=1024 368 368 365 363 356, 4096 529 532 540 534 501, 16384 584 590 602 595 549, full 1024 478 483 489 483
+    455, 16384 589 575 616 596 569; d=96 causal 512 216 215 214 213 213, 16384 527 548 530 479 496, full 4096 556 574
+    508 501 495. d=64, neither / LSE early / half / all: causal 1024 349 344 340 339, 4096 498 484 478 473, full 16384
+    533 526 517 519.
+    """
+    if tile.tile_m == 128:
         return tile
-    held = widths == 2 * FUSED_WIDTH and not (problem.short and problem.mask.causal)
+    full_width = width(problem.head_dim) == width(problem.head_dim_v) == FUSED_WIDTH
+    held = full_width and not (problem.short and problem.mask.causal)
     return replace(tile, early=True, ahead=tile.tile_m // 4 if held else 0)
 
 
@@ -307,29 +321,12 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == WIDE:
         tile = _apart_tile(plan.head_dim + plan.head_dim_v, plan.plain)
-        kinds = [replace(plan.tile, warps=w) for w in (16, 8, 4, 2)] if plan.mask.causal else []
-        kinds += [replace(plan.tile, votes=True)]
-        return tuple(replace(plan, tile=kind) for kind in kinds)
         any_order = (replace(plan, deterministic=False),) if plan.deterministic else ()
         return replace(plan, tile=tile, variant=APART, deterministic=True), *any_order
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
-        kinds = [replace(plan.tile, votes=True)]
-        kinds += [] if plan.mask.causal else [replace(plan.tile, ahead=1), replace(plan.tile, ahead=1, early=True)]
-        kinds += [replace(plan.tile, warps=w) for w in (16, 8, 4, 2)] if plan.mask.causal else []
-        return tuple(replace(plan, tile=kind) for kind in kinds)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
         return replace(plan, tile=Tile(64, 64, stages=2)), *others
-    tile = plan.tile
-    kinds = [Tile(tile.tile_m, 128, stages=2)] if tile.early else []
-    if tile.ahead:
-        kinds += [replace(tile, ahead=k * tile.tile_m // 64) for k in (12, 20)]
-    every = replace(tile, votes=True, late=True, halves=True)
-    kinds += [replace(tile, votes=True), replace(tile, late=True), replace(tile, halves=True), every]
-    if plan.mask.causal:
-        kinds += [replace(tile, warps=w) for w in (16, 8, 4, 2)]
-        kinds += [replace(every, warps=8)]
-    return tuple(replace(plan, tile=kind) for kind in kinds)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
     if plan.head_dim == plan.head_dim_v == 128 and plan.plain:
         rows = (64, TALL_TILE.tile_m)

@@ -216,7 +216,7 @@ def test_a_planted_fault_in_wide_heads_is_noticed(fault):
 
 
 def test_a_tile_left_out_that_is_seen_is_noticed():
-    """Two kernels, causal: a warpgroup leaves out tiles of which it sees nothing; here also one whose corner it sees."""
+    """Two kernels, causal: a warpgroup leaves out a tile that it sees nothing of; here also one it sees a corner of."""
 
     def hides(self, context, row_start, at):
         seqlen_q, seqlen_k = context.seqlens

@@ -104,19 +104,9 @@ def prefetch_descriptors(warp: Int32, sources: tuple):
 
 
 @cute.jit
-def feed_unit(
-    pipes: BackwardPipelines,
-    states: tuple,
-    feed: Feed,
-    unit: Unit,
-    in_turn: cutlass.Constexpr,
-    ahead: cutlass.Constexpr,
-):
+def feed_unit(pipes: BackwardPipelines, states: tuple, feed: Feed, unit: Unit, in_turn: cutlass.Constexpr):
     """K comes last of the first four: its room is given back last. -> the states moved on"""
     kv_state, q_state, do_state = states
-    if cutlass.const_expr(ahead):
-        for copy in (feed.v, feed.k):  # into L2, while their rooms are taken: nobody else reads them
-            cute.prefetch(copy.atom, copy.source[None, unit.key_block, unit.head_kv])
     stop = first_stop(unit, in_turn)
     for step in cutlass.range(unit.tiles.count * unit.group, unroll=1):
         at, head = stop[0], unit.head_first + stop[1]

@@ -161,7 +161,7 @@ def as_operand(packed: cute.Tensor, dtype: type) -> cute.Tensor:
 
 
 @cute.jit
-def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, add):
+def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, add: cutlass.Constexpr[bool]):
     """acc = a b, or acc += a b; one commit group. The caller waits. a, b: (mma, m or n, k steps); a may have more
     steps, of zeros."""
     mma.set(warpgroup.Field.ACCUMULATE, add)

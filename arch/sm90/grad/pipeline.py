@@ -88,7 +88,8 @@ def as_words(values: cute.Tensor) -> cute.Tensor:
 @cute.jit
 def hold(words: cute.Tensor, count: cutlass.Constexpr):
     """A barrier of the warp that needs the first `count` of these registers, so that ptxas leaves what makes them
-    before it."""
+    before the wait that follows; left to itself it puts the wait first. No more than 32 bits are ever set, so that the
+    mask always names all lanes, which the compiler cannot know."""
     joined = words[0]
     for i in cutlass.range_constexpr(1, count):
         joined = joined | words[i]

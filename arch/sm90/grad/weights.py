@@ -50,9 +50,7 @@ def exponentials(scores: cute.Tensor, lse_log2: Iterable, scale_log2: Float32):
             view[r, c] = exp2(view[r, c] * scale_log2 - lse)
 
 
-def weights_and_gradients(
-    weights: cute.Tensor, dp: cute.Tensor, packed: tuple, delta: Iterable, dtype: type
-):
+def weights_and_gradients(weights: cute.Tensor, dp: cute.Tensor, packed: tuple, delta: Iterable, dtype: type):
     """P rounded, dS = P * (dP - delta) rounded, a few columns at a time: what float32 both leave is free at once.
 
     `packed`: (of P, of dS), Int32; delta: see by_columns.
