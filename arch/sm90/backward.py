@@ -427,7 +427,7 @@ class BackwardSm90(PlainEntry):
         pipes.q.consumer_release(q_state)
 
     def values_of(self, values: cute.Tensor, thread: Int32):
-        """LSE or delta of a thread's columns: see by_columns. Early, it is loaded here, before the wait that follows."""
+        """LSE or delta of a thread's columns: see by_columns. Early: loaded here, before the wait that follows."""
         found = by_columns(values, thread, self.tile.tile_m)
         return list(found) if self.tile.early else found
 
