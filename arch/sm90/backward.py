@@ -48,7 +48,7 @@ from .grad.weights import (
 from .pipeline import wait_full
 from .schedule import WARPGROUP
 from .sequences import Lengths, launch_prepare, table_of
-from .tiles import ALTERNATE, APART, TABLE, dq_width, table_room
+from .tiles import ALTERNATE, APART, TABLE, dq_width, heads_together, table_room
 
 
 class MmaContext(NamedTuple):
@@ -65,6 +65,7 @@ class MmaContext(NamedTuple):
     group: Int32  # the warpgroup, of these
     seqlens: tuple
     bounds: tuple  # (left, right) of a window
+    dv_rows: cute.Tensor | None = None  # (keys, head_dim) of dV, of a unit
 
 
 class BackwardSm90(PlainEntry):
@@ -117,7 +118,8 @@ class BackwardSm90(PlainEntry):
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
         parts = self.mmas.dq_parts if self.in_turn else 0
         scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=True)
-        ahead = ahead_of(sizes, tile, (self.width_qk, self.width_v), self.mask, self.in_turn)
+        widths, most = (self.width_qk, self.width_v), heads_together(self.in_turn)
+        ahead = ahead_of(sizes, tile, widths, self.mask, self.in_turn, most)
         delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, ahead).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
@@ -316,9 +318,10 @@ class BackwardSm90(PlainEntry):
         while ticket[0] != 0:
             unit = self.units.told(ticket, group_size, context.bounds)
             seqlens = self.units.seqlens(unit, context.seqlens)
-            states = self.through(context._replace(seqlens=seqlens), states, unit)
-            row_start = unit.key_block * tile_n
-            self.leave(acc.dv, self.units.key_rows(dv, unit), thread, row_start, self.width_v)
+            row_start, dv_rows = unit.key_block * tile_n, self.units.key_rows(dv, unit)
+            states = self.through(context._replace(seqlens=seqlens, dv_rows=dv_rows), states, unit)
+            if cutlass.const_expr(not self.tile.under):
+                self.leave(acc.dv, dv_rows, thread, row_start, self.width_v)
             acc.dk.store(acc.dk.load() * scale)
             self.leave(acc.dk, self.units.key_rows(dk, unit), thread, row_start, self.width_qk)
             ticket, ticket_state = receive(ring, ticket_state)
@@ -341,6 +344,8 @@ class BackwardSm90(PlainEntry):
         if left == 0:
             pipes.k.consumer_release(kv_state)
             pipes.v.consumer_release(kv_state)
+            if cutlass.const_expr(self.tile.under):
+                self.leave(acc.dv, context.dv_rows, context.thread, key_start, self.width_v)
         for _ in cutlass.range(left, unroll=1):
             at = stop[0]
             masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
@@ -423,8 +428,16 @@ class BackwardSm90(PlainEntry):
             if last:
                 pipes.k.consumer_release(kv_state)
             hand_over_dq(acc.dq, context.s_dq, context.group, thread)
+            if cutlass.const_expr(self.tile.under):
+                self.leave_values(context, turn[1], last)
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
+
+    @cute.jit
+    def leave_values(self, context: MmaContext, key_start: Int32, last):
+        """dV of a unit, complete when dQ of its last tile is."""
+        if last:
+            self.leave(context.acc.dv, context.dv_rows, context.thread, key_start, self.width_v)
 
     def values_of(self, values: cute.Tensor, thread: Int32):
         """LSE or delta of a thread's columns: see by_columns. Early: loaded here, before the wait that follows."""

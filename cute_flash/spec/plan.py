@@ -19,10 +19,13 @@ class Tile:
     halves: bool = False  # and computes half of one whose other half is hidden
     triples: bool = False  # row maxima as integers, three operands at a time
     early: bool = False  # of a backward: LSE and delta are loaded before the waits for S and dP, not after
+    under: bool = False  # of a backward: dV leaves under the last products of dK, not after
 
     def __str__(self) -> str:
         words = [f"{self.tile_m}x{self.tile_n} stages={self.stages}"]
-        words += [name for name in ("votes", "late", "skips", "halves", "triples", "early") if getattr(self, name)]
+        words += [
+            name for name in ("votes", "late", "skips", "halves", "triples", "early", "under") if getattr(self, name)
+        ]
         words += [f"ahead={self.ahead}"] if self.ahead else []
         return " ".join(words)
 
