@@ -270,10 +270,54 @@ def backward_tile(problem: Problem, plain: bool) -> Tile:
     if wide_backward(problem):
         return WIDE_TILE
     if not fused_backward(*dims):
-        return _apart_tile(widths, plain)
-    if tall_backward(problem) and not problem.few_rows:
-        return TALL_TILE
-    return Tile(128 if widths <= 128 and plain and not problem.few_rows else 64, 128, stages=2)
+        return _apart_waits(problem, _apart_tile(widths, plain)) if plain else _apart_tile(widths, plain)
+    if problem.few_rows:
+        return Tile(64, 128, stages=2)
+    tile = TALL_TILE if tall_backward(problem) else Tile(128 if widths <= 128 and plain else 64, 128, stages=2)
+    return _waits(problem, tile) if plain else tile
+
+
+def _waits(problem: Problem, tile: Tile) -> Tile:
+    """Where a fused backward has LSE and delta early, and how many exponentials stand before its wait for dP: ptxas
+    left to itself has one of 32 at d=128 and 96, five of 64 at d=64; half of them is best at d=128.
+
+    NVIDIA H200, 2026-11-30, commit 348bf59, TFLOP/s neither / early / early, half before / early, all / all. d=128
+    causal S=1024 368 368 365 363 356, 4096 529 532 540 534 501, 16384 584 590 602 595 549, full 1024 478 483 489 483
+    455, 16384 589 575 616 596 569; d=96 causal 512 216 215 214 213 213, 16384 527 548 530 479 496, full 4096 556 574
+    508 501 495. d=64, neither / LSE early / half / all: causal 1024 349 344 340 339, 4096 498 484 478 473, full 16384
+    533 526 517 519.
+    """
+    if tile.tile_m == 128:
+        return tile
+    full_width = width(problem.head_dim) == width(problem.head_dim_v) == FUSED_WIDTH
+    held = full_width and not (problem.short and problem.mask.causal)
+    return replace(tile, early=True, ahead=tile.tile_m // 4 if held else 0, under=tile == TALL_TILE)
+
+
+def _apart_waits(problem: Problem, tile: Tile) -> Tile:
+    """The same where the kernels are apart. Causal, tiles that the diagonal hides from a warpgroup are left out; else
+    P is stored before the wait for dP.
+
+    NVIDIA H200, 2026-11-30, commit 348bf59, TFLOP/s neither / left out / P before, late / early. Causal: d=256 S=1024
+    326 330 324 325, 4096 410 413 409 409; d=192 1024 311 315 307 308; (192,128) 1024 333 340 323 335. Full: d=256 4096
+    429 - 434 436, again (d9e7ba6) 435 - 437 443.
+    """
+    if problem.mask.causal:
+        return replace(tile, skips=True)
+    return replace(tile, early=True, ahead=16) if tile.tile_n == 64 else tile
+
+
+def heads_together(in_turn: bool) -> int:
+    """Of a causal backward, whose CTAs take key tiles of so many heads by turns at most, where there are no more than
+    SHORT_KEYS keys; 0, and beyond: of as many as fit L2. Who adds in turn wants many.
+
+    NVIDIA H200, 2026-11-30, commit d9e7ba6, TFLOP/s as many as fit 32 MB / 16 / 8 / 4 / 2 MB. S=512, where these are 64
+    to 4 heads at d=128, 128 to 8 at 64: d=128 237 240 252 264 265, d=64 230 241 253 263 264, d=96 216 229 244 249 250,
+    d=256 254 257 256 254 253, (192,128) 255 257 254 254 254. S=1024: d=128 371 379 383 381 380, d=64 349 359 361 361
+    359. S=4096: d=128 (7, 3, 1 heads) 545 546 530, d=64 (15, 7, 3, 1) 500 496 496 489, d=96 (10, 5, 2) 512 503 498.
+    d=192 2048 (10, 5, 2) 428 425 419.
+    """
+    return 0 if in_turn else 8
 
 
 def _apart_tile(widths: int, plain: bool) -> Tile:
