@@ -96,7 +96,7 @@ def test_explain_takes_packed_sequences_and_caches(capsys):
     assert cli.main([*command, "packed", "--head-dim", "256"]) == 0
     said = capsys.readouterr().out
     assert "runs: sm90 forward" in said and "runs: triton backward" in said
-    assert said.count("sm90: the backward of packed sequences is built up to head dim 128") == 1
+    assert said.count("sm90: the backward of packed sequences is built up to head dim 128, and for") == 1
     assert cli.main([*command, "cache"]) == 0
     said = capsys.readouterr().out
     assert "runs: sm90 forward" in said and "backward" not in said
@@ -268,18 +268,11 @@ def test_warmup_compiles_what_serving_calls():
     }  # fmt: skip
     assert wanted < plans("--form", "cache", "--page-size", "16", "--rows", "4", "12")
     assert plans("--form", "cache", "--page-size", "16", "--rows", "4", "--causal", "no", "--append", "no") < wanted
-    dense, index = pages[:2].bfloat16(), {"cache_seqlens": tables["cache_seqlens"]}
-    index["cache_batch_idx"] = index["cache_seqlens"]
-    one = ("--form", "cache", "--rows", "4", "--causal", "no", "--append", "no", "--chosen", "yes", "--page-size")
-    assert plans(*one, "0", "64") == {explain(q, dense, dense, **index, arch="9.0").plan}
     rows, starts = torch.empty(1000, 8, 128, dtype=torch.bfloat16, device="meta"), torch.empty(3, device="meta").int()
     lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
     hints = ({}, {"max_seqlen_q": 9000, "max_seqlen_k": 900}, {"max_seqlen_q": 40, "max_seqlen_k": 40})
     wanted = {explain(rows, rows, rows, **lengths, **hint, causal=True, arch="9.0").plan for hint in hints}
     assert plans("--form", "packed", "--causal", "yes") == wanted
-    found = (explain(rows.requires_grad_(), rows, rows, **lengths, **hint, arch="9.0") for hint in hints)
-    wanted = {each.backward.plan for each in found}
-    assert plans("--form", "packed", "--causal", "no", "--direction", "backward") == wanted and len(wanted) == 1
 
 
 def test_warmup_counts_the_multiprocessors_of_the_gpu_it_compiles_for(simulated):
