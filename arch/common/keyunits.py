@@ -39,12 +39,18 @@ def row_bytes(seqlen_q: Int32, widths: tuple[int, int]) -> Int32:
     return rows * (widths[0] * 6 + widths[1] * 2)
 
 
-def _section_bytes(sizes: Sizes, widths: tuple[int, int], most: int) -> Int32:
-    """What a head is taken to fill of a section of L2: of few keys, so much that `most` heads fit; 0: any number."""
+def _section_bytes(sizes: Sizes, widths: tuple[int, int], mask, in_turn: bool, most: int) -> Int32:
+    """What a head is taken to fill of a section of L2: of few keys, so much that `most` heads fit; 0: any number.
+
+    All key tiles of a head add to a query tile one after the other: in turn, under a full mask, two heads at least are
+    worked on at a time at 192 columns. NVIDIA H200, 16384 keys, TFLOP/s: 502 instead of 490; (192, 128) 471 instead of
+    481, causal 478 instead of 489, d=192 4096 with ten instead of five 455 instead of 475 (commit 4169d99)."""
     head_bytes = row_bytes(sizes.seqlen_q, widths)
     if most:
         wide = cutlass.max(head_bytes, order.L2_SECTION_BYTES // most)
         head_bytes = Int32(cutlass.select_(sizes.seqlen_k <= SHORT_KEYS, wide, head_bytes))
+    if in_turn and not mask.windowed and not mask.causal and min(widths) > 128:
+        head_bytes = cutlass.min(head_bytes, order.L2_SECTION_BYTES // 2)
     return head_bytes
 
 
@@ -68,7 +74,8 @@ def ahead_of(
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     distance = blocks
     if cutlass.const_expr(in_sections(mask, in_turn)):
-        distance = blocks * section_width(sizes.heads_kv * sizes.batch, _section_bytes(sizes, widths, most))
+        head_bytes = _section_bytes(sizes, widths, mask, in_turn, most)
+        distance = blocks * section_width(sizes.heads_kv * sizes.batch, head_bytes)
     return Ahead(distance, blocks, sizes.heads_q // sizes.heads_kv)
 
 
@@ -94,7 +101,7 @@ def unit_of(
     group, way = sizes.heads_q // sizes.heads_kv, Int32(-1 if in_turn else 1)
     if cutlass.const_expr(in_sections(mask, in_turn)):
         # the first keys are seen by most query tiles and start first, within as many heads as keep Q, dO, dQ in L2
-        rows, head_bytes = sizes.heads_kv * sizes.batch, _section_bytes(sizes, widths, most)
+        rows, head_bytes = sizes.heads_kv * sizes.batch, _section_bytes(sizes, widths, mask, in_turn, most)
         work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, head_bytes, Int32(1))
         key_block = blocks - 1 - work.m_block
         if cutlass.const_expr(in_turn and mask.causal):
