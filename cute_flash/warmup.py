@@ -22,7 +22,7 @@ from .spec.backend import Backend
 from .spec.device import Device
 from .spec.errors import UnsupportedError
 from .spec.plan import Plan
-from .spec.problem import CACHE, CACHE_FEW, DENSE, FEW, PACKED
+from .spec.problem import CACHE, CACHE_FEW, DENSE, FEW, FORWARD, PACKED
 
 
 class Kind(NamedTuple):
@@ -101,13 +101,14 @@ def _target(capability: tuple[int, int], sms: int | None) -> Device:
     return replace(device, sm_count=sms or device.sm_count)
 
 
-def _of_form(which: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _of_form(which: argparse.Namespace, direction: str) -> Iterator[dict[str, Any]]:
     """Fields of a Problem that tell kernels of one kind apart. Lengths are beyond SHORT_KEYS or not; most plans are the
-    same."""
+    same, and the backward of packed sequences does not ask."""
+    asks = which.form == DENSE or direction == FORWARD
     if which.form != CACHE:
-        yield from ({"short": short} for short in (False, True))
+        yield from ({"short": short} for short in ((False, True) if asks else (False,)))
     if which.form == PACKED:
-        yield from ({"short": True, "few_rows": few, "few_keys": few} for few in (FEW[0], FEW[-1]))
+        yield from ({"short": asks, "few_rows": few, "few_keys": few} for few in (FEW[0], FEW[-1]))
     if which.form == CACHE:
         switches = words.SWITCH[which.append], words.SWITCH[which.chosen]
         for page_size, rows, appends, chosen in itertools.product(which.page_size, which.rows, *switches):
@@ -124,7 +125,8 @@ def variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[s
     for kind, which in _requests(arguments):
         options = request.spell(kind.causal, kind.window, kind.softcap)
         directions = [way for way in words.DIRECTIONS[which.direction] if way in words.FORMS[which.form]]
-        for direction, lse, fields in itertools.product(directions, words.SWITCH[which.lse], _of_form(which)):
+        grid = ((way, fields) for way in directions for fields in _of_form(which, way))
+        for (direction, fields), lse in itertools.product(grid, words.SWITCH[which.lse]):
             problem = words.problem(device, kind.dtype, kind.dims, direction, options, lse, which.form)
             problem = replace(problem, **fields)
             try:
