@@ -8,7 +8,7 @@ from cutlass import Int32
 
 from .blocks import RowTiles, row_tiles
 from .delta import Ahead
-from .order import Sizes, head_by_head, last_section, longest_first, section_width
+from .order import L2_SECTION_BYTES, Sizes, head_by_head, last_section, longest_first, section_width
 from .ragged import Place
 
 
@@ -36,6 +36,17 @@ def row_bytes(seqlen_q: Int32, widths: tuple[int, int]) -> Int32:
     return rows * (widths[0] * 6 + widths[1] * 2)
 
 
+def _section_bytes(sizes: Sizes, widths: tuple[int, int], mask, in_turn: bool) -> Int32:
+    """What a head counts for in a section. All key tiles of a head add to a query tile one after the other: in turn,
+    under a full mask, two heads at least are worked on at a time at 192 columns. NVIDIA H200, 16384 keys, TFLOP/s: 502
+    instead of 490; (192, 128) 471 instead of 481, causal 478 instead of 489, d=192 4096 with ten instead of five 455
+    instead of 475 (commit 4169d99)."""
+    found = row_bytes(sizes.seqlen_q, widths)
+    if in_turn and not mask.windowed and not mask.causal and min(widths) > 128:
+        found = cutlass.min(found, L2_SECTION_BYTES // 2)
+    return found
+
+
 def in_sections(mask, in_turn: bool) -> bool:
     """Are key tiles taken from many heads by turns? Causal, so that lengths mix. Who adds in turn then seldom follows
     close behind another; under a window nobody does."""
@@ -55,7 +66,7 @@ def ahead_of(
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     distance = blocks
     if cutlass.const_expr(in_sections(mask, in_turn)):
-        distance = blocks * section_width(sizes.heads_kv * sizes.batch, row_bytes(sizes.seqlen_q, widths))
+        distance = blocks * section_width(sizes.heads_kv * sizes.batch, _section_bytes(sizes, widths, mask, in_turn))
     return Ahead(distance, blocks, sizes.heads_q // sizes.heads_kv)
 
 
@@ -80,7 +91,7 @@ def unit_of(
     group, way = sizes.heads_q // sizes.heads_kv, Int32(-1 if in_turn else 1)
     if cutlass.const_expr(in_sections(mask, in_turn)):
         # the first keys are seen by most query tiles and start first, within as many heads as keep Q, dO, dQ in L2
-        rows, head_bytes = sizes.heads_kv * sizes.batch, row_bytes(sizes.seqlen_q, widths)
+        rows, head_bytes = sizes.heads_kv * sizes.batch, _section_bytes(sizes, widths, mask, in_turn)
         work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, head_bytes, Int32(1))
         key_block = blocks - 1 - work.m_block
         if cutlass.const_expr(in_turn and mask.causal):

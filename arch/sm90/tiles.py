@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import PACKED, Problem
+from cute_flash.spec.problem import FEW, PACKED, Problem
 from cute_flash.spec.scratch import ScratchRule, TableRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
@@ -32,7 +32,7 @@ WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every t
 FORWARD = {
     # S=16384: 537, against 493 for 192x112, 391 for 128x128
     (64, 64, "full"): Tile(192, 128, stages=2, votes=True),
-    # S=16384: 519; at S=1024 238 where 128x128 has 257
+    # S=16384: 517, against 506 for 192x96, 446 for 128x128; S=4096: 452, 452, 391 (S=1024: 268, 271, 297)
     (64, 64, "causal"): Tile(192, 128, stages=2),
     # S=16384: 604, against 530 for 128x128, 566 for 128x160, 575 for 192x96
     (96, 96, "full"): Tile(192, 112, stages=2, votes=True, late=True),
@@ -131,8 +131,9 @@ def draws(width_qk: int, width_v: int, mask: str, short: bool, softcap: bool) ->
 def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False, softcap: bool = False) -> Tile:
     """The measured row if there is one, else the widest tile_n that fits registers and shared memory.
 
-    Nothing is measured under a window or a softcap: a window takes what the widest fitting rule gives. With a softcap
-    the 160 registers of three warpgroups hold 96 keys: 128 spill 18 words, 112 under a window 9.
+    A window takes what the widest fitting rule gives; measured there is `late` at head dim 128 alone (above), and
+    nothing under a softcap, with which the 160 registers of three warpgroups hold 96 keys: 128 spill 18 words, 112
+    under a window 9.
     """
     width_qk, width_v = width(head_dim), width(head_dim_v)
     if softcap and max(width_qk, width_v) <= 64:
@@ -151,23 +152,24 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
 
 
-# For packed sequences of at most problem.FEW[-1] rows. NVIDIA H200, 2026-11-30, commit d5d9081, d=128 causal, 4096
-# sequences of 64: 976 us, against 1578 for 128x128; 16384 of 16: 2787 against 6378.
-PACKED_FEW = Tile(64, 64, stages=2)
+# For packed sequences of at most problem.FEW[-1] rows, and of at most FEW[0] rows and keys. NVIDIA H200, 2026-11-30,
+# d=128 causal: 4096 sequences of 64 976 us, against 1578 for 128x128 (commit d5d9081); 16384 of 16 2787 against 6378
+# there, and drawn four at a time 2060 to 2096 against 1778 for 16 keys (3f9f857).
+PACKED_FEW, PACKED_FEWEST = Tile(64, 64, stages=2), Tile(64, 16, stages=2)
 
 
 def packed_tile(problem: Problem, softcap: bool) -> Tile:
     """As dense calls', where sequences are not all too short for it; every warpgroup walks all key tiles of a unit."""
     if problem.few_rows:
-        return PACKED_FEW
+        return PACKED_FEWEST if problem.few_rows == problem.few_keys == FEW[0] else PACKED_FEW
     short = problem.short and not softcap
     tile = forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask), short, softcap)
     return replace(tile, skips=False, halves=False)
 
 
 def drawn_together(tile: Tile) -> int:
-    """Units that a CTA draws at once. Four where one is about as short as a draw and a search; not measured yet, see
-    perf/NOTES.md, "Packed sequences on Hopper"."""
+    """Units that a CTA draws at once. Four where one is about as short as a draw and a search: 16384 sequences of 16
+    tokens 2787 us one at a time, 2060 four (perf/NOTES.md, "Packed sequences on Hopper")."""
     return 4 if tile.tile_m == 64 else 1
 
 
@@ -260,18 +262,18 @@ def backward_tile(problem: Problem, plain: bool) -> Tile:
 
     Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
     and dV, tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240
-    registers (with a softcap or a window it spills a few words), else 64 or 80. Apart, 64 rows (dQ: DQ_TILE) and 128
-    keys where dK and dV of 64 fit a warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more),
-    else 64 (dkdv.py)."""
+    registers (with a softcap or a window it spills a few words), else 64 or 80, and 64 for packed sequences that are no
+    longer: sums of dQ take whole tiles of each. Apart, 64 rows (dQ: DQ_TILE) and 128 keys where dK and dV of 64 fit a
+    warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more), else 64 (dkdv.py)."""
     dims = problem.head_dim, problem.head_dim_v
     widths = sum(backward_widths(*dims))
     if wide_backward(problem):
         return WIDE_TILE
-    if tall_backward(problem):
-        return TALL_TILE
     if not fused_backward(*dims):
         return _apart_tile(widths, plain)
-    return Tile(128 if widths <= 128 and plain else 64, 128, stages=2)
+    if tall_backward(problem) and not problem.few_rows:
+        return TALL_TILE
+    return Tile(128 if widths <= 128 and plain and not problem.few_rows else 64, 128, stages=2)
 
 
 def _apart_tile(widths: int, plain: bool) -> Tile:
