@@ -13,7 +13,7 @@ import torch
 
 from cute_flash.arch.common import order
 from cute_flash.arch.sm90 import backend as sm90
-from cute_flash.arch.sm90 import backward, backward_wide
+from cute_flash.arch.sm90 import backward, backward_wide, dq
 from cute_flash.arch.sm90.grad import epilogue, zeros
 from cute_flash.emulator.errors import Deadlock, EmulatorError
 
@@ -56,6 +56,7 @@ CELLS = (
     cell(64, (130, 200), heads=(6, 3), batch=2),  # zeros for later heads
     cell(256, (65, 65), causal=True),
     cell(256, (129, 63), heads=(2, 1)),
+    cell(256, (190, 130), causal=True),  # rows that see no key, and tiles that one warpgroup leaves out
     cell((192, 128), (127, 130), causal=True, heads=(2, 1)),
     cell(192, (64, 129), window=(None, 20)),
     cell((120, 112), (161, 130), heads=(2, 1), lse_grad=True),  # three tiles of 80 queries, one in the last
@@ -211,6 +212,16 @@ PLANTED_WIDE = {
 @pytest.mark.parametrize("fault", PLANTED_WIDE)
 def test_a_planted_fault_in_wide_heads_is_noticed(fault):
     must_be_noticed(cell(192, (193, 100)), backward_wide, PLANTED_WIDE[fault])
+
+
+def test_a_tile_left_out_that_is_seen_is_noticed():
+    """Two kernels, causal: a warpgroup leaves out a tile that it sees nothing of; here also one it sees a corner of."""
+
+    def hides(self, context, row_start, at):
+        seqlen_q, seqlen_k = context.seqlens
+        return (at + 1) * self.tile.tile_n > row_start + (context.group + 1) * 64 + seqlen_k - seqlen_q
+
+    must_be_noticed(cell(256, (65, 65), causal=True), dq.QueryGradientsSm90, {"hides": hides})
 
 
 def test_rows_past_the_end_touch_nothing():

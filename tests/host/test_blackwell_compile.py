@@ -69,6 +69,10 @@ EVERY_BACKWARD = [
         backward(dims, mask, *MORE[index % len(MORE)], softcap=softcap)
         for index, (dims, (mask, softcap)) in enumerate(itertools.product(BACKWARD_PAIRS, BACKWARD_KINDS))
     ),
+    *(  # both at once: one concerns the kernel before, the other the main one
+        backward((d, d), mask, tuple(ARCHES)[index % 2], "bfloat16", (True, True))
+        for index, (d, mask) in enumerate(itertools.product((64, 128, 256), (FULL, CAUSAL)))
+    ),
 ]
 EVERY_BACKWARD = list(dict.fromkeys(EVERY_BACKWARD))
 
