@@ -22,7 +22,7 @@ from .spec.backend import Backend
 from .spec.device import Device
 from .spec.errors import UnsupportedError
 from .spec.plan import Plan
-from .spec.problem import CACHE, CACHE_FEW, DENSE, FEW, PACKED
+from .spec.problem import CACHE, CACHE_FEW, DENSE, FEW, FORWARD, PACKED
 
 
 class Kind(NamedTuple):
@@ -101,17 +101,20 @@ def _target(capability: tuple[int, int], sms: int | None) -> Device:
     return replace(device, sm_count=sms or device.sm_count)
 
 
-def _of_form(which: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _of_form(which: argparse.Namespace, direction: str) -> Iterator[dict[str, Any]]:
     """Fields of a Problem that tell kernels of one kind apart. Lengths are beyond SHORT_KEYS or not; most plans are the
-    same."""
+    same, and the backward of packed sequences does not ask."""
+    hinted = which.form == PACKED and direction == FORWARD
     if which.form != CACHE:
-        yield from ({"short": short} for short in (False, True))
-    if which.form == PACKED:
+        yield from ({"short": short} for short in ((False, True) if hinted or which.form == DENSE else (False,)))
+    if hinted:
         yield {"short": True, "few_rows": FEW[-1], "few_keys": FEW[-1]}
     if which.form == CACHE:
-        for page_size, rows, appends in itertools.product(which.page_size, which.rows, words.SWITCH[which.append]):
+        switches = words.SWITCH[which.append], words.SWITCH[which.chosen]
+        for page_size, rows, appends, chosen in itertools.product(which.page_size, which.rows, *switches):
             few_rows = next((few for few in CACHE_FEW if rows <= few), 0)
-            yield {"page_size": page_size, "few_rows": few_rows, "appends": appends}
+            if not (chosen and page_size):
+                yield {"page_size": page_size, "few_rows": few_rows, "appends": appends, "chosen": chosen}
 
 
 def variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[str]]:
@@ -122,7 +125,8 @@ def variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[s
     for kind, which in _requests(arguments):
         options = request.spell(kind.causal, kind.window, kind.softcap)
         directions = [way for way in words.DIRECTIONS[which.direction] if way in words.FORMS[which.form]]
-        for direction, lse, fields in itertools.product(directions, words.SWITCH[which.lse], _of_form(which)):
+        grid = ((way, fields) for way in directions for fields in _of_form(which, way))
+        for (direction, fields), lse in itertools.product(grid, words.SWITCH[which.lse]):
             problem = words.problem(device, kind.dtype, kind.dims, direction, options, lse, which.form)
             problem = replace(problem, **fields)
             try:
@@ -203,6 +207,7 @@ def add_kinds(command: argparse.ArgumentParser) -> None:
         help="over a cache: query rows times heads of a group (8 of 32/4 heads, 32 with three more tokens speculated)",
     )  # fmt: skip
     command.add_argument("--append", choices=words.SWITCH, default="both", help="k_new and v_new beside a cache")
+    command.add_argument("--chosen", choices=words.SWITCH, default="no", help="cache_batch_idx, if it is not paged")
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

@@ -29,6 +29,7 @@ class Entrant:
     make: Callable[[], Run]
     version: str = ""
     ours: bool = False  # of ours only the one called "ours" is held against the rivals
+    exact: Callable[[], tuple[torch.Tensor, ...]] | None = None  # where it answers something else
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,11 @@ def _asked(
     runners: dict[str, _Captured] = {}
     notes: dict[str, str] = {}
     errors: dict[str, float] = {}
+    right = {name: entrant.exact() if entrant.exact else exact for name, entrant in entrants.items()}
     for name, entrant in entrants.items():
         try:
             runners[name] = _Captured(entrant.make())
-            errors[name], notes[name] = runners[name].checked(exact)
+            errors[name], notes[name] = runners[name].checked(right[name])
         except Exception as error:
             notes[name] = reason(error)
             torch.cuda.synchronize()
@@ -105,7 +107,7 @@ def _asked(
             interleave({name: r.graph.replay for name, r in runners.items()}, DEVICE, args.seconds) if runners else {}
         )
     for name, runner in runners.items():
-        notes[name] = runner.checked(exact)[1]
+        notes[name] = runner.checked(right[name])[1]
     medians = {name: quantile(found, 0.5) for name, found in times.items() if not notes[name]}
     rows = []
     for name, entrant in entrants.items():

@@ -48,7 +48,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def named(plan: Plan) -> str:
     tile = plan.tile
-    words = [f"{tile.tile_m}x{tile.tile_n}/{tile.stages}" if tile else "", plan.variant or "plain"]
+    words = [str(tile) if tile else "", plan.variant or "plain"]
     return " ".join(words + (["deterministic"] if plan.deterministic else []))
 
 

@@ -206,10 +206,15 @@ def main_loops(code: Sequence[Instruction]) -> list[tuple[int, Counter[str]]]:
     return [(len(body), mix(body)) for body in main_bodies(code)]
 
 
-def ahead_of_wait(body: Sequence[Instruction]) -> int:
-    """Exponentials of a loop that come before its last wait for wgmma: they run while a product is in flight."""
+def ahead_of_waits(body: Sequence[Instruction]) -> list[int]:
+    """For each wait of a loop for wgmma, the exponentials before it: they run while a product is in flight."""
     waits = [i for i, each in enumerate(body) if each.opcode.startswith("WARPGROUP.DEPBAR")]
-    return mix(body[: waits[-1]])["MUFU.EX2"] if waits else 0
+    return [mix(body[:wait])["MUFU.EX2"] for wait in waits]
+
+
+def ahead_of_wait(body: Sequence[Instruction]) -> int:
+    """The same of the last one."""
+    return [0, *ahead_of_waits(body)][-1]
 
 
 def main_bodies(code: Sequence[Instruction]) -> list[list[Instruction]]:

@@ -70,6 +70,7 @@ def cases(**others) -> list[PackedCase]:
 # Hints, which may be wrong: the tiles of long sequences, and of short ones, whatever the lengths.
 LONG = {"max_seqlen_q": 4096, "max_seqlen_k": 4096}
 SHORT = {"max_seqlen_q": 64, "max_seqlen_k": 64}
+SHORTEST = {"max_seqlen_q": 16, "max_seqlen_k": 16}
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,12 @@ from .grad.load import Feed, Sources, feed_unit, prefetch_descriptors, sources_o
 from .grad.mask import mask_transposed
 from .grad.memory import backward_layouts, rooms_of, storage_of, zeros_of
 from .grad.mma import Accumulators, BackwardMmas, as_operand, issue, make_accumulators, make_operands
-from .grad.pipeline import DS_STORED, BackwardPipelines, backward_states, open_backward
+from .grad.pipeline import DS_STORED, BackwardPipelines, as_words, backward_states, hold, open_backward
 from .grad.queue import announce, draw, open_units, receive, unit_states
 from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, ZERO_WARP, backward_schedule
 from .grad.units import KeyUnits, PackedKeyUnits
 from .grad.weights import (
+    by_columns,
     capped_probabilities,
     exponentials,
     probabilities,
@@ -47,7 +48,7 @@ from .grad.weights import (
 from .pipeline import wait_full
 from .schedule import WARPGROUP
 from .sequences import Lengths, launch_prepare, table_of
-from .tiles import ALTERNATE, APART, TABLE, dq_width, table_room
+from .tiles import ALTERNATE, APART, TABLE, dq_width, heads_together, table_room
 
 
 class MmaContext(NamedTuple):
@@ -61,8 +62,10 @@ class MmaContext(NamedTuple):
     s_dq: cute.Tensor | None  # (elements, parts)
     factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
     thread: Int32  # among the MMA threads
+    group: Int32  # the warpgroup, of these
     seqlens: tuple
     bounds: tuple  # (left, right) of a window
+    dv_rows: cute.Tensor | None = None  # (keys, head_dim) of dV, of a unit
 
 
 class BackwardSm90(PlainEntry):
@@ -76,7 +79,7 @@ class BackwardSm90(PlainEntry):
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
         self.mask, self.softcap = plan.mask, plan.softcap
-        self.dtype, self.kind = dtype, (dtype, plan.tile.tile_m)
+        self.dtype = dtype
         self.alternate = plan.variant == ALTERNATE
         # are parts of dQ added in a fixed order? Then units are walked so that few wait: see unit_of
         self.in_turn = plan.deterministic and plan.variant != APART
@@ -115,7 +118,8 @@ class BackwardSm90(PlainEntry):
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
         parts = self.mmas.dq_parts if self.in_turn else 0
         scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=True)
-        ahead = ahead_of(sizes, tile, (self.width_qk, self.width_v), self.mask, self.in_turn)
+        widths, most = (self.width_qk, self.width_v), heads_together(self.in_turn)
+        ahead = ahead_of(sizes, tile, widths, self.mask, self.in_turn, most)
         delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, ahead).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
@@ -235,6 +239,7 @@ class BackwardSm90(PlainEntry):
                 s_dq=s_dq,
                 factors=factors,
                 thread=thread - WARPGROUP,
+                group=warp_index // 4 - 1,
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),
             )
@@ -313,9 +318,10 @@ class BackwardSm90(PlainEntry):
         while ticket[0] != 0:
             unit = self.units.told(ticket, group_size, context.bounds)
             seqlens = self.units.seqlens(unit, context.seqlens)
-            states = self.through(context._replace(seqlens=seqlens), states, unit)
-            row_start = unit.key_block * tile_n
-            self.leave(acc.dv, self.units.key_rows(dv, unit), thread, row_start, self.width_v)
+            row_start, dv_rows = unit.key_block * tile_n, self.units.key_rows(dv, unit)
+            states = self.through(context._replace(seqlens=seqlens, dv_rows=dv_rows), states, unit)
+            if cutlass.const_expr(not self.tile.under):
+                self.leave(acc.dv, dv_rows, thread, row_start, self.width_v)
             acc.dk.store(acc.dk.load() * scale)
             self.leave(acc.dk, self.units.key_rows(dk, unit), thread, row_start, self.width_qk)
             ticket, ticket_state = receive(ring, ticket_state)
@@ -338,6 +344,8 @@ class BackwardSm90(PlainEntry):
         if left == 0:
             pipes.k.consumer_release(kv_state)
             pipes.v.consumer_release(kv_state)
+            if cutlass.const_expr(self.tile.under):
+                self.leave(acc.dv, context.dv_rows, context.thread, key_start, self.width_v)
         for _ in cutlass.range(left, unroll=1):
             at = stop[0]
             masked = (at < tiles.whole_first) | (at >= tiles.whole_last)
@@ -358,9 +366,11 @@ class BackwardSm90(PlainEntry):
         """
         pipes, ops, acc, thread = context.pipes, context.ops, context.acc, context.thread
         kv_state, q_state, do_state = states
+        rows = cute.local_tile(context.s_rows[None, q_state.index], (self.tile.tile_m,), (None,))  # (tile_m, 2)
         wait_full(pipes.q, q_state)
         q, do = ops.q[None, None, None, q_state.index], ops.do[None, None, None, do_state.index]
         issue(self.mmas.scores(), acc.s, ops.k[None, None, None, 0], q, False)
+        lse = self.values_of(rows[None, 0], thread)
         wait_full(pipes.do, do_state)
         issue(self.mmas.scores(), acc.dp, ops.v[None, None, None, 0], do, False)
         warpgroup.wait_group(1)
@@ -368,21 +378,24 @@ class BackwardSm90(PlainEntry):
             at, key_start = turn
             place = (at * self.tile.tile_m, key_start)
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
-        rows = cute.local_tile(context.s_rows[None, q_state.index], (self.tile.tile_m,), (None,))  # (tile_m, 2)
+        formed, count = acc.p_packed, self.tile.ahead // 2
         if cutlass.const_expr(self.softcap):
-            capped_probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors, self.kind)
+            capped_probabilities(acc.s, acc.p_packed, lse, context.factors, self.dtype)
         elif cutlass.const_expr(self.mmas.dq_transposed):
-            exponentials(acc.s, rows[None, 0], thread, context.factors[0], self.kind)
+            exponentials(acc.s, lse, context.factors[0])
+            formed, count = as_words(acc.s), self.tile.ahead
         else:
-            probabilities(acc.s, acc.p_packed, rows[None, 0], thread, context.factors[0], self.kind)
+            probabilities(acc.s, acc.p_packed, lse, context.factors[0], self.dtype)
+        if cutlass.const_expr(self.tile.ahead > 0):
+            hold(formed, count)
+        delta = self.values_of(rows[None, 1], thread)
         warpgroup.wait_group(0)
         if last:
             pipes.v.consumer_release(kv_state)
         if cutlass.const_expr(self.mmas.dq_transposed and not self.softcap):
-            packed = acc.p_packed, acc.ds_packed
-            weights_and_gradients(acc.s, acc.dp, packed, rows[None, 1], thread, self.kind)
+            weights_and_gradients(acc.s, acc.dp, (acc.p_packed, acc.ds_packed), delta, self.dtype)
         else:
-            score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, 1], thread, self.kind)
+            score_gradients(acc.s, acc.dp, acc.ds_packed, delta, self.dtype)
         ds_slot = q_state.index
         self.store_ds(acc, context.rooms.ds[None, None, ds_slot], thread)
         do_columns = ops.do_columns[None, None, None, do_state.index]
@@ -391,7 +404,7 @@ class BackwardSm90(PlainEntry):
         ds, k_columns = ops.ds[None, None, None, ds_slot], ops.k_columns[None, None, None, 0]
         q_columns = ops.q_columns[None, None, None, q_state.index]
         if cutlass.const_expr(self.alternate):
-            if cute.arch.make_warp_uniform(thread // WARPGROUP) == ds_slot:
+            if context.group == ds_slot:
                 cute.arch.barrier(barrier_id=DS_STORED + ds_slot, number_of_threads=self.schedule.mma_threads)
                 warpgroup.wait_group(0)
                 issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
@@ -414,9 +427,22 @@ class BackwardSm90(PlainEntry):
             warpgroup.wait_group(1)
             if last:
                 pipes.k.consumer_release(kv_state)
-            hand_over_dq(acc.dq, context.s_dq, cute.arch.make_warp_uniform(thread // WARPGROUP), thread)
+            hand_over_dq(acc.dq, context.s_dq, context.group, thread)
+            if cutlass.const_expr(self.tile.under):
+                self.leave_values(context, turn[1], last)
         warpgroup.wait_group(0)
         pipes.q.consumer_release(q_state)
+
+    @cute.jit
+    def leave_values(self, context: MmaContext, key_start: Int32, last):
+        """dV of a unit, complete when dQ of its last tile is."""
+        if last:
+            self.leave(context.acc.dv, context.dv_rows, context.thread, key_start, self.width_v)
+
+    def values_of(self, values: cute.Tensor, thread: Int32):
+        """LSE or delta of a thread's columns: see by_columns. Early: loaded here, before the wait that follows."""
+        found = by_columns(values, thread, self.tile.tile_m)
+        return list(found) if self.tile.early else found
 
     def store_ds(self, acc: Accumulators, s_ds: cute.Tensor, thread: Int32):
         """This warpgroup's keys of dS^T. s_ds: (tile_m, tile_n)."""

@@ -84,7 +84,7 @@ class WideBackwardSm90(BackwardSm90):
         """
         pipes, ops, acc = context.pipes, context.ops, context.acc
         kv_state, q_state, do_state = states
-        thread, group = context.thread % WARPGROUP, cute.arch.make_warp_uniform(context.thread // WARPGROUP)
+        thread, group = context.thread % WARPGROUP, context.group
         wait_full(pipes.q, q_state)
         issue(self.mmas.scores(), acc.s, ops.q[None, None, None, q_state.index], ops.k[None, None, None, 0], False)
         wait_full(pipes.do, do_state)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.pipeline as pipelines
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
@@ -17,12 +18,13 @@ from cute_flash.spec.plan import Plan
 from ..common.numeric import LOG2_E
 from .cached.append import launch_append
 from .cached.epilogue import store_lse, store_rows, store_share
-from .cached.load import Loads, Pages, box_copy, boxes_of, load_dense, load_paged, policy_of
+from .cached.load import Loads, Pages, box_copy, boxes_of, load_dense, load_paged, open_pages, policy_of
 from .cached.memory import CacheLayouts, box_layout, cache_layouts, cache_storage
 from .cached.merge import launch_merge
 from .cached.operands import compile_cache
 from .cached.pipeline import MMA_WARPS, THREADS, open_rings
 from .cached.shares import CacheSizes, Share, Shares, columns_of, partials_of, sizes_of
+from .cached.tiles import ctas_asked
 from .cached.walk import Room, Walk, WalkContext, first_key, output_view
 from .load import TmaSource
 
@@ -40,7 +42,7 @@ class DecodeSm90:
     def __init__(self, plan: Plan, dtype: type):
         self.tile, self.dtype, self.softcap, self.page_size = plan.tile, dtype, plan.softcap, plan.page_size
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
-        self.appends = plan.appends
+        self.appends, self.ctas_asked = plan.appends, ctas_asked(plan.tile)
         self.boxes = boxes_of(plan.page_size, plan.tile.tile_n)
         self.shares, self.walk = Shares(plan), Walk(plan, dtype)
 
@@ -105,7 +107,11 @@ class DecodeSm90:
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
         results, factors = (out, lse, memory), (scale_log2, cap_factor)
         self.kernel(sources, q, tables, results, factors, sizes, layouts).launch(
-            grid=(self.shares.count(sizes), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=self.appends
+            grid=(self.shares.count(sizes), 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=self.appends,
+            min_blocks_per_mp=self.ctas_asked,
         )
         if splits > 1:
             launch_merge(partials_of(memory, sizes, self.width_v), out, lse, sizes, self.width_v, stream)
@@ -130,7 +136,6 @@ class DecodeSm90:
         if warp == MMA_WARPS:
             for source in (sources.k, sources.v):
                 cpasync.prefetch_descriptor(source.atom)
-        share = self.shares.share(place, length, sizes)
         storage = SmemAllocator().allocate(cache_storage(layouts, self.tile, self.dtype))
         s_q, s_p, s_k, s_v = (
             part.get_tensor(layout.outer, swizzle=layout.inner)
@@ -141,37 +146,50 @@ class DecodeSm90:
         if cutlass.const_expr(self.appends):
             cute.arch.griddepcontrol_wait()
         if warp == MMA_WARPS:
-            self.load_role(pipes, sources, (s_k, s_v), tables, share, sizes)
+            self.load_role(pipes, sources, (s_k, s_v), tables, (place, length), sizes)
         else:
             room = Room(s_q[None, None, 0], s_p[None, None, 0], stats, s_v)
             frags = self.walk.open(s_q, s_p, s_k, s_v)
-            self.mma_role((pipes, frags, room), q, results, factors, share, sizes, thread)
+            self.walk.read_q(q, room.q, place, sizes, thread)
+            share = self.shares.share(place, length, sizes)
+            self.mma_role((pipes, frags, room), results, factors, share, sizes, thread)
 
     @cute.jit
-    def load_role(
-        self, pipes: tuple, sources: CacheSources, smem: tuple, tables: tuple, share: Share, sizes: CacheSizes
-    ):
+    def load_role(self, pipes: tuple, sources: CacheSources, smem: tuple, tables: tuple, at: tuple, sizes: CacheSizes):
+        """`at`: (place, length). What can be is loaded before the length, itself read from memory, is there."""
         _, page_table, batch_idx = tables
-        keys, tiles = self.boxes.rows, (share.first, share.last)
+        place, length = at
+        keys, early = self.boxes.rows, self.shares.early
         loads = Loads(
-            box_copy(sources.k, smem[0], (keys, self.width_qk), share.head, True),
-            box_copy(sources.v, smem[1], (self.width_v, keys), share.head, False),
+            box_copy(sources.k, smem[0], (keys, self.width_qk), place.head, True),
+            box_copy(sources.v, smem[1], (self.width_v, keys), place.head, False),
             sizes.policy,
         )
+        state = pipelines.make_pipeline_state(pipelines.PipelineUserType.Producer, self.tile.stages)
+        run, count = self.shares.run(place, Int32(0), sizes), Int32(0)
+        if cutlass.const_expr(not early):
+            share = self.shares.share(place, length, sizes)
+            run, count = share.run, share.count
         if cutlass.const_expr(self.page_size > 0):
-            pages = Pages(page_table[share.batch, None], sizes.cache_rows)
-            load_paged(pipes, loads, tiles, pages, self.boxes, self.tile.stages)
+            pages = Pages(page_table[place.batch, None], sizes.cache_rows)
+            known = open_pages(pages, run, self.boxes)
+            if cutlass.const_expr(early):
+                state, known = load_paged(pipes, loads, run, (0, 1), pages, known, self.boxes, state)
+                count = self.shares.share(place, length, sizes).count
+            load_paged(pipes, loads, run, (int(early), count), pages, known, self.boxes, state)
         else:
-            row = share.batch
+            row = place.batch
             if cutlass.const_expr(batch_idx is not None):
-                row = cutlass.min(cutlass.max(batch_idx[share.batch], 0), sizes.cache_rows - 1)
-            load_dense(pipes, loads, tiles, row, self.tile.stages)
+                row = cutlass.min(cutlass.max(batch_idx[place.batch], 0), sizes.cache_rows - 1)
+            if cutlass.const_expr(early):
+                state = load_dense(pipes, loads, run, (0, 1), row, state)
+                count = self.shares.share(place, length, sizes).count
+            load_dense(pipes, loads, run, (int(early), count), row, state)
 
     @cute.jit
     def mma_role(
         self,
         opened: tuple,  # (pipes, frags, room)
-        q: cute.Tensor,
         results: tuple,
         factors: tuple,
         share: Share,
@@ -181,7 +199,6 @@ class DecodeSm90:
         out, lse, memory = results
         pipes, frags, room = opened
         columns, state = columns_of(share, sizes, thread, self.tile.tile_m), self.walk.state()
-        self.walk.read_q(q, room.q, share, sizes, thread)
         context = WalkContext(
             pipes=pipes,
             frags=frags,
@@ -192,7 +209,7 @@ class DecodeSm90:
             thread=thread,
             limits=self.walk.limits(share, columns, sizes),
         )
-        self.walk.run(context, share)
+        self.walk.run(context, share, self.shares.early)
         view, first, writes = output_view(frags.o), first_key(thread), Int32(thread < 4)
         if sizes.splits == 1:
             store_rows(view, out, share, columns, first)

@@ -91,21 +91,26 @@ class KeyGradientsSm90(BackwardSm90):
     def form_weights(self, context: MmaContext, q_state, turn: tuple, masked):
         """P^T and dS^T into shared memory, when S^T and dP^T are there. `turn`: (tile, first key)."""
         acc, tile_m, slot = context.acc, self.tile.tile_m, q_state.index
-        thread, group = context.thread % WARPGROUP, cute.arch.make_warp_uniform(context.thread // WARPGROUP)
+        thread, group = context.thread % WARPGROUP, context.group
         columns = tile_m // WARPGROUPS
         rows = cute.local_tile(context.s_rows[None, q_state.index], (columns,), (None,))  # (columns, 2 * warpgroups)
+        lse = self.values_of(rows[None, group], thread)
         warpgroup.wait_group(1)
         if masked:
             at, key_start = turn
             place = (at * tile_m + group * columns, key_start)
             mask_transposed(acc.s, thread, place, context.seqlens, context.bounds, self.mask)
         if cutlass.const_expr(self.softcap):
-            capped_probabilities(acc.s, acc.p_packed, rows[None, group], thread, context.factors, self.kind)
+            capped_probabilities(acc.s, acc.p_packed, lse, context.factors, self.dtype)
         else:
-            probabilities(acc.s, acc.p_packed, rows[None, group], thread, context.factors[0], self.kind)
+            probabilities(acc.s, acc.p_packed, lse, context.factors[0], self.dtype)
+        if cutlass.const_expr(self.tile.ahead > 0):
+            self.store_weights(acc.p_packed, context.rooms.p[None, None, slot], context.thread)
+        delta = self.values_of(rows[None, WARPGROUPS + group], thread)
         warpgroup.wait_group(0)
-        score_gradients(acc.s, acc.dp, acc.ds_packed, rows[None, WARPGROUPS + group], thread, self.kind)
-        self.store_weights(acc.p_packed, context.rooms.p[None, None, slot], context.thread)
+        score_gradients(acc.s, acc.dp, acc.ds_packed, delta, self.dtype)
+        if cutlass.const_expr(self.tile.ahead == 0):
+            self.store_weights(acc.p_packed, context.rooms.p[None, None, slot], context.thread)
         self.store_weights(acc.ds_packed, context.rooms.ds[None, None, slot], context.thread)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_STORED, number_of_threads=self.schedule.mma_threads)

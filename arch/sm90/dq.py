@@ -24,7 +24,7 @@ from .epilogue import store_direct
 from .grad.load import Sources, fetch, prefetch_descriptors, sources_of, tile_copy
 from .grad.memory import RowLayouts, rooms_of, row_layouts, storage_of, transposed
 from .grad.mma import as_operand, issue
-from .grad.pipeline import BackwardPipelines, open_backward, row_states
+from .grad.pipeline import BackwardPipelines, as_words, hold, open_backward, row_states
 from .grad.queue import UnitRing, announce, draw, open_units, receive, unit_states
 from .grad.schedule import backward_schedule
 from .grad.weights import capped_weights
@@ -54,6 +54,7 @@ class MmaContext(NamedTuple):
     dq: cute.Tensor  # ((2, 2, width_qk / 8), 1, 1)
     factors: tuple  # (what the exponent takes scores times, what goes inside a softcap)
     thread: Int32  # among the MMA threads
+    group: Int32  # the warpgroup, of these
     seqlens: tuple
     bounds: tuple  # (left, right) of a window
 
@@ -65,7 +66,7 @@ class QueryGradientsSm90:
         self.tile, self.value_tile_m, self.max_ctas = DQ_TILE, plan.tile.tile_m, plan.ctas
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
-        self.dtype = dtype
+        self.dtype, self.holds, self.skips = dtype, plan.tile.ahead > 0, plan.tile.skips
         self.schedule = backward_schedule(self.tile.tile_m // ROWS_PER_WARPGROUP)
 
     def scores_mma(self) -> cute.TiledMma:
@@ -158,6 +159,7 @@ class QueryGradientsSm90:
                 dq=cute.make_rmem_tensor(dq_part.partition_shape_C((tile.tile_m, self.width_qk)), Float32),
                 factors=factors,
                 thread=thread - WARPGROUP,
+                group=warp_index // 4 - 1,
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),
             )
@@ -249,30 +251,64 @@ class QueryGradientsSm90:
         wait_full(pipes.q, q_state)
         for step in cutlass.range(tiles.last - tiles.first, unroll=1):
             at = tiles.last - 1 - step
-            wait_full(pipes.k, k_state)
-            k = context.k[None, None, None, k_state.index]
-            issue(self.scores_mma(), context.s, context.q[None, None, None, 0], k, False)
-            wait_full(pipes.do, do_state)
-            wait_full(pipes.v, v_state)
-            v = context.v[None, None, None, v_state.index]
-            issue(self.scores_mma(), context.dp, context.do[None, None, None, 0], v, False)
-            warpgroup.wait_group(1)
-            self.form_weights(context, place, at, tiles)
-            warpgroup.wait_group(0)
-            if at == tiles.first:
-                pipes.q.consumer_release(q_state)
-                pipes.do.consumer_release(do_state)
-            pipes.v.consumer_release(v_state)
-            self.score_gradients(context, place[2])
-            k_columns = context.k_columns[None, None, None, k_state.index]
-            issue(self.dq_mma(), context.dq, as_operand(context.ds_packed, self.dtype), k_columns, True)
-            warpgroup.wait_group(0)
-            pipes.k.consumer_release(k_state)
+            if cutlass.const_expr(self.skips):
+                if self.hides(context, place[0], at):
+                    self.step_over(pipes, (q_state, do_state, k_state, v_state), at == tiles.first)
+                else:
+                    self.step(context, (q_state, do_state, k_state, v_state), place, at, tiles)
+            else:
+                self.step(context, (q_state, do_state, k_state, v_state), place, at, tiles)
             k_state.advance()
             v_state.advance()
         q_state.advance()
         do_state.advance()
         return q_state, do_state, k_state, v_state
+
+    def hides(self, context: MmaContext, row_start: Int32, at: Int32):
+        """Does the diagonal hide a key tile from all rows of the warpgroup?"""
+        seqlen_q, seqlen_k = context.seqlens
+        last_row = row_start + (context.group + 1) * ROWS_PER_WARPGROUP - 1
+        return at * self.tile.tile_n > last_row + seqlen_k - seqlen_q
+
+    @cute.jit
+    def step_over(self, pipes: BackwardPipelines, states: tuple, last):
+        """A key tile that none of the warpgroup's rows sees."""
+        q_state, do_state, k_state, v_state = states
+        wait_full(pipes.k, k_state)
+        wait_full(pipes.do, do_state)
+        wait_full(pipes.v, v_state)
+        if last:
+            pipes.q.consumer_release(q_state)
+            pipes.do.consumer_release(do_state)
+        pipes.v.consumer_release(v_state)
+        pipes.k.consumer_release(k_state)
+
+    @cute.jit
+    def step(self, context: MmaContext, states: tuple, place: tuple, at: Int32, tiles: KeyTiles):
+        """One key tile."""
+        pipes = context.pipes
+        q_state, do_state, k_state, v_state = states
+        wait_full(pipes.k, k_state)
+        k = context.k[None, None, None, k_state.index]
+        issue(self.scores_mma(), context.s, context.q[None, None, None, 0], k, False)
+        wait_full(pipes.do, do_state)
+        wait_full(pipes.v, v_state)
+        v = context.v[None, None, None, v_state.index]
+        issue(self.scores_mma(), context.dp, context.do[None, None, None, 0], v, False)
+        warpgroup.wait_group(1)
+        self.form_weights(context, place, at, tiles)
+        if cutlass.const_expr(self.holds):
+            hold(as_words(context.s), cute.size(context.s))
+        warpgroup.wait_group(0)
+        if at == tiles.first:
+            pipes.q.consumer_release(q_state)
+            pipes.do.consumer_release(do_state)
+        pipes.v.consumer_release(v_state)
+        self.score_gradients(context, place[2])
+        k_columns = context.k_columns[None, None, None, k_state.index]
+        issue(self.dq_mma(), context.dq, as_operand(context.ds_packed, self.dtype), k_columns, True)
+        warpgroup.wait_group(0)
+        pipes.k.consumer_release(k_state)
 
     @cute.jit
     def form_weights(self, context: MmaContext, place: tuple, at: Int32, tiles: KeyTiles):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import PACKED, Problem
+from cute_flash.spec.problem import FEW, PACKED, Problem
 from cute_flash.spec.scratch import ScratchRule, TableRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
@@ -32,7 +32,7 @@ WIDTH_STEP = 32  # head dims are tiled in steps of 32: one kernel serves every t
 FORWARD = {
     # S=16384: 537, against 493 for 192x112, 391 for 128x128
     (64, 64, "full"): Tile(192, 128, stages=2, votes=True),
-    # S=16384: 519; at S=1024 238 where 128x128 has 257
+    # S=16384: 517, against 506 for 192x96, 446 for 128x128; S=4096: 452, 452, 391 (S=1024: 268, 271, 297)
     (64, 64, "causal"): Tile(192, 128, stages=2),
     # S=16384: 604, against 530 for 128x128, 566 for 128x160, 575 for 192x96
     (96, 96, "full"): Tile(192, 112, stages=2, votes=True, late=True),
@@ -131,8 +131,9 @@ def draws(width_qk: int, width_v: int, mask: str, short: bool, softcap: bool) ->
 def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False, softcap: bool = False) -> Tile:
     """The measured row if there is one, else the widest tile_n that fits registers and shared memory.
 
-    Nothing is measured under a window or a softcap: a window takes what the widest fitting rule gives. With a softcap
-    the 160 registers of three warpgroups hold 96 keys: 128 spill 18 words, 112 under a window 9.
+    A window takes what the widest fitting rule gives; measured there is `late` at head dim 128 alone (above), and
+    nothing under a softcap, with which the 160 registers of three warpgroups hold 96 keys: 128 spill 18 words, 112
+    under a window 9.
     """
     width_qk, width_v = width(head_dim), width(head_dim_v)
     if softcap and max(width_qk, width_v) <= 64:
@@ -151,23 +152,24 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     raise ValueError(f"no forward tile fits head_dim={head_dim}, head_dim_v={head_dim_v}")
 
 
-# For packed sequences of at most problem.FEW[-1] rows. NVIDIA H200, 2026-11-30, commit d5d9081, d=128 causal, 4096
-# sequences of 64: 976 us, against 1578 for 128x128; 16384 of 16: 2787 against 6378.
-PACKED_FEW = Tile(64, 64, stages=2)
+# For packed sequences of at most problem.FEW[-1] rows, and of at most FEW[0] rows and keys. NVIDIA H200, 2026-11-30,
+# d=128 causal: 4096 sequences of 64 976 us, against 1578 for 128x128 (commit d5d9081); 16384 of 16 2787 against 6378
+# there, and drawn four at a time 2060 to 2096 against 1778 for 16 keys (3f9f857).
+PACKED_FEW, PACKED_FEWEST = Tile(64, 64, stages=2), Tile(64, 16, stages=2)
 
 
 def packed_tile(problem: Problem, softcap: bool) -> Tile:
     """As dense calls', where sequences are not all too short for it; every warpgroup walks all key tiles of a unit."""
     if problem.few_rows:
-        return PACKED_FEW
+        return PACKED_FEWEST if problem.few_rows == problem.few_keys == FEW[0] else PACKED_FEW
     short = problem.short and not softcap
     tile = forward_tile(problem.head_dim, problem.head_dim_v, str(problem.mask), short, softcap)
     return replace(tile, skips=False, halves=False)
 
 
 def drawn_together(tile: Tile) -> int:
-    """Units that a CTA draws at once. Four where one is about as short as a draw and a search; not measured yet, see
-    perf/NOTES.md, "Packed sequences on Hopper"."""
+    """Units that a CTA draws at once. Four where one is about as short as a draw and a search: 16384 sequences of 16
+    tokens 2787 us one at a time, 2060 four (perf/NOTES.md, "Packed sequences on Hopper")."""
     return 4 if tile.tile_m == 64 else 1
 
 
@@ -260,18 +262,62 @@ def backward_tile(problem: Problem, plain: bool) -> Tile:
 
     Fused, tile_n is 128, 64 keys for each of two MMA warpgroups. A thread holds (width_qk + width_v) / 2 sums of dK
     and dV, tile_m scores and gradients, and a quarter of those again in 16 bits: 128 query rows where that fits 240
-    registers (with a softcap or a window it spills a few words), else 64 or 80. Apart, 64 rows (dQ: DQ_TILE) and 128
-    keys where dK and dV of 64 fit a warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more),
-    else 64 (dkdv.py)."""
+    registers (with a softcap or a window it spills a few words), else 64 or 80, and 64 for packed sequences that are no
+    longer: sums of dQ take whole tiles of each. Apart, 64 rows (dQ: DQ_TILE) and 128 keys where dK and dV of 64 fit a
+    warpgroup's registers (dkdv_whole.py; not with a softcap, whose slopes want more), else 64 (dkdv.py)."""
     dims = problem.head_dim, problem.head_dim_v
     widths = sum(backward_widths(*dims))
     if wide_backward(problem):
         return WIDE_TILE
-    if tall_backward(problem):
-        return TALL_TILE
     if not fused_backward(*dims):
-        return _apart_tile(widths, plain)
-    return Tile(128 if widths <= 128 and plain else 64, 128, stages=2)
+        return _apart_waits(problem, _apart_tile(widths, plain)) if plain else _apart_tile(widths, plain)
+    if problem.few_rows:
+        return Tile(64, 128, stages=2)
+    tile = TALL_TILE if tall_backward(problem) else Tile(128 if widths <= 128 and plain else 64, 128, stages=2)
+    return _waits(problem, tile) if plain else tile
+
+
+def _waits(problem: Problem, tile: Tile) -> Tile:
+    """Where a fused backward has LSE and delta early, and how many exponentials stand before its wait for dP: ptxas
+    left to itself has one of 32 at d=128 and 96, five of 64 at d=64; half of them is best at d=128.
+
+    NVIDIA H200, 2026-11-30, commit 348bf59, TFLOP/s neither / early / early, half before / early, all / all. d=128
+    causal S=1024 368 368 365 363 356, 4096 529 532 540 534 501, 16384 584 590 602 595 549, full 1024 478 483 489 483
+    455, 16384 589 575 616 596 569; d=96 causal 512 216 215 214 213 213, 16384 527 548 530 479 496, full 4096 556 574
+    508 501 495. d=64, neither / LSE early / half / all: causal 1024 349 344 340 339, 4096 498 484 478 473, full 16384
+    533 526 517 519.
+    """
+    if tile.tile_m == 128:
+        return tile
+    full_width = width(problem.head_dim) == width(problem.head_dim_v) == FUSED_WIDTH
+    held = full_width and not (problem.short and problem.mask.causal)
+    return replace(tile, early=True, ahead=tile.tile_m // 4 if held else 0, under=tile == TALL_TILE)
+
+
+def _apart_waits(problem: Problem, tile: Tile) -> Tile:
+    """The same where the kernels are apart. Causal, tiles that the diagonal hides from a warpgroup are left out; else
+    P is stored before the wait for dP.
+
+    NVIDIA H200, 2026-11-30, commit 348bf59, TFLOP/s neither / left out / P before, late / early. Causal: d=256 S=1024
+    326 330 324 325, 4096 410 413 409 409; d=192 1024 311 315 307 308; (192,128) 1024 333 340 323 335. Full: d=256 4096
+    429 - 434 436, again (d9e7ba6) 435 - 437 443.
+    """
+    if problem.mask.causal:
+        return replace(tile, skips=True)
+    return replace(tile, early=True, ahead=16) if tile.tile_n == 64 else tile
+
+
+def heads_together(in_turn: bool) -> int:
+    """Of a causal backward, whose CTAs take key tiles of so many heads by turns at most, where there are no more than
+    SHORT_KEYS keys; 0, and beyond: of as many as fit L2. Who adds in turn wants many.
+
+    NVIDIA H200, 2026-11-30, commit d9e7ba6, TFLOP/s as many as fit 32 MB / 16 / 8 / 4 / 2 MB. S=512, where these are 64
+    to 4 heads at d=128, 128 to 8 at 64: d=128 237 240 252 264 265, d=64 230 241 253 263 264, d=96 216 229 244 249 250,
+    d=256 254 257 256 254 253, (192,128) 255 257 254 254 254. S=1024: d=128 371 379 383 381 380, d=64 349 359 361 361
+    359. S=4096: d=128 (7, 3, 1 heads) 545 546 530, d=64 (15, 7, 3, 1) 500 496 496 489, d=96 (10, 5, 2) 512 503 498.
+    d=192 2048 (10, 5, 2) 428 425 419.
+    """
+    return 0 if in_turn else 8
 
 
 def _apart_tile(widths: int, plain: bool) -> Tile:

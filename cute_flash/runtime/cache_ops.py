@@ -44,7 +44,7 @@ def _append_forward(q: torch.Tensor, *given: Any) -> Any:
         caches.check(q, cache)
         caches.check_splits(num_splits, batch_invariant)
         options = caches.without_right(words.options(lse), q.shape[1])
-        of, (scale, *_) = ops.split(q, cache.k, cache.v, words)
+        of, (scale, *_) = ops.split(q, ops.dims_of(q, cache.k, cache.v), words)
         numbers = (scale, *request.bounds(options.causal, options.window, options.softcap)[1])
         out: torch.Tensor
         lse_out: torch.Tensor | None

@@ -81,21 +81,36 @@ def words_of(q: torch.Tensor, options: Options) -> tuple[torch.Tensor, Words]:
 # ---------------------------------------------------------------------------------------------------------- running
 
 
-def _fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """As far as shapes go, which no kernel compares; the first call of a kind was checked in full."""
-    return k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+Sizes = tuple[int, int, int]  # batch, seqlen_q, seqlen_k
+Dims = tuple[int, int, int, int]  # heads_q, heads_kv, head_dim, head_dim_v
 
 
-def split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, words: Words) -> tuple[tuple[Any, ...], tuple[float, ...]]:
+def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Sizes, Dims, bool]:
+    """(sizes, dims, do they fit). No kernel compares shapes; the first call of a kind is checked in full. A shape is
+    taken once and in whole: a look at one size costs 0.2 us."""
+    try:
+        batch, seqlen_q, heads_q, head_dim = q.shape
+        batch_k, seqlen_k, heads_k, head_dim_k = k.shape
+        batch_v, seqlen_v, heads_v, head_dim_v = v.shape
+    except ValueError:
+        request.check_tensors(q, k, v)
+        raise
+    fit = batch == batch_k == batch_v and seqlen_k == seqlen_v and heads_k == heads_v and head_dim == head_dim_k
+    return (batch, seqlen_q, seqlen_k), (heads_q, heads_k, head_dim, head_dim_v), fit
+
+
+def split(q: torch.Tensor, dims: Dims, words: Words) -> tuple[tuple[Any, ...], tuple[float, ...]]:
     """(what a kernel depends on but for batch and lengths: the key of a table, the numbers that it takes)."""
-    heads_and_dim = q.shape[2:]
-    kind, numbers = words.split(heads_and_dim[-1])
+    kind, numbers = words.split(dims[2])
     key = (
-        q.dtype, q.device, heads_and_dim, k.shape[2], v.shape[3], kind,
-        words.deterministic or torch.are_deterministic_algorithms_enabled(), words.backend,
-        settings.generation, request.ieee_float32(q.dtype),
+        q.dtype, q.device, dims, kind, words.deterministic or torch.are_deterministic_algorithms_enabled(),
+        words.backend, settings.generation, request.ieee_float32(q.dtype),
     )  # fmt: skip
     return key, numbers
+
+
+def dims_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Dims:
+    return q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
 
 
 def remember(table: dict[tuple[Any, ...], Value], key: tuple[Any, ...], value: Value) -> Value:
@@ -112,19 +127,20 @@ def _prepare(key: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *given: Any) -> Any:
     words = Words(*given)
-    of, numbers = split(q, k, v, words)
-    key = (of, k.shape[1] <= SHORT_KEYS, lse)
+    sizes, dims, fit = _sizes(q, k, v)
+    of, numbers = split(q, dims, words)
+    key = (of, sizes[2] <= SHORT_KEYS, lse)
     call = _forwards.get(key)
-    if call is None or not _fit(q, k, v):
+    if call is None or not fit:
         request.check_tensors(q, k, v)
     out: torch.Tensor
     lse_out: torch.Tensor | None
-    if request.is_empty(q, k):
+    if 0 in sizes:
         out, lse_out = autograd.empty_outputs(q, v)
     else:
         call = call or _prepare(key, q, k, v, words.options(lse))
         try:
-            out, lse_out = call.forward(q, k, v, numbers, q.shape[0], q.shape[1], k.shape[1])
+            out, lse_out = call.forward(q, k, v, numbers, *sizes)
         except Exception:
             request.check_tensors(q, k, v)
             raise
@@ -134,12 +150,13 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *give
 def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
     q, k, v, out, lse, *given = rest
     words = Words(*given)
-    of, numbers = split(q, k, v, words)
-    key = (of, k.shape[1] <= SHORT_KEYS, dlse is not None)
+    sizes, dims, fit = _sizes(q, k, v)
+    of, numbers = split(q, dims, words)
+    key = (of, sizes[2] <= SHORT_KEYS, dlse is not None)
     backward = _backwards.get(key)
-    if backward is None or not _fit(q, k, v):
+    if backward is None or not fit:
         request.check_tensors(q, k, v)
-    if request.is_empty(q, k):
+    if 0 in sizes:
         return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     with torch.no_grad():
         if backward is None:

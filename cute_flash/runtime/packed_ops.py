@@ -42,7 +42,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> 
     lengths, lse, words = Lengths(*given[:4]), given[4], Words(*given[5:])
     _checked(q, k, v, lengths)
     batch_of_one = packed.as_batch_of_one(q, k, v)
-    of, numbers = ops.split(*batch_of_one, words)
+    of, numbers = ops.split(q, ops.dims_of(q, k, v), words)
     with torch.no_grad():  # gradients are the operator's affair
         out: torch.Tensor
         lse_out: torch.Tensor | None
@@ -63,7 +63,7 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
     lengths, words = Lengths(*given[:4]), Words(*given[4:])
     _checked(q, k, v, lengths)
     batch_of_one = packed.as_batch_of_one(q, k, v)
-    of, numbers = ops.split(*batch_of_one, words)
+    of, numbers = ops.split(q, ops.dims_of(q, k, v), words)
     if request.is_empty(q, k):
         return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     with torch.no_grad():

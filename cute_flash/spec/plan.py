@@ -14,14 +14,18 @@ class Tile:
     warps: int = 0  # MMA warps; 0 = follows from tile_m
     votes: bool = False  # a warp votes whether O needs rescaling at all
     late: bool = False  # O is rescaled under the next scores, not at once
-    ahead: int = 0  # exponentials of a row before the wait for P V, at least; 0: as the compiler likes
-    skips: bool = False  # a warpgroup leaves out a key tile that the diagonal hides from all its rows
+    ahead: int = 0  # exponentials before the wait for P V (of a row) or dP (of a thread), at least; 0: as ptxas likes
+    skips: bool = False  # a warpgroup leaves out a tile of which the diagonal hides all that is its own
     halves: bool = False  # and computes half of one whose other half is hidden
     triples: bool = False  # row maxima as integers, three operands at a time
+    early: bool = False  # of a backward: LSE and delta are loaded before the waits for S and dP, not after
+    under: bool = False  # of a backward: dV leaves under the last products of dK, not after
 
     def __str__(self) -> str:
         words = [f"{self.tile_m}x{self.tile_n} stages={self.stages}"]
-        words += [name for name in ("votes", "late", "skips", "halves", "triples") if getattr(self, name)]
+        words += [
+            name for name in ("votes", "late", "skips", "halves", "triples", "early", "under") if getattr(self, name)
+        ]
         words += [f"ahead={self.ahead}"] if self.ahead else []
         return " ".join(words)
 

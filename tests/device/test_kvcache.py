@@ -5,9 +5,11 @@ import torch
 
 import cute_flash
 from cute_flash import attention_kvcache
+from cute_flash.spec import settings
 from tests import oracle
 from tests.cached import CacheCase, cases, exact, make_inputs
 from tests.device.gpu import DEVICE
+from tests.host.test_serving_docs import LOOP
 from tests.runner import ALLOWED_RATIO, HALF_ULP
 
 
@@ -48,6 +50,27 @@ def test_against_float64(case, how, backend):
     inputs = make_inputs(case).to(DEVICE)
     options = {**case.options, **inputs.tables, **how, "backend": backend, "return_lse": True}
     check(case, inputs, *attention_kvcache(*inputs.qkv, **options))
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("splits", [2, 3, 5, 8, 12, 13, 16, 17, 40])
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_every_count_of_shares(page_size, splits, backend):
+    """Uneven rows, of which some leave most shares without a key."""
+    case = CacheCase((5000, 1, 0, 700), 1, 32, 8, 128, 128, capacity=5008, page_size=page_size, dtype="bfloat16")
+    inputs = make_inputs(case).to(DEVICE)
+    for _ in range(3):
+        found = attention_kvcache(*inputs.qkv, **inputs.tables, num_splits=splits, backend=backend, return_lse=True)
+        check(case, inputs, *found)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_generation_loop_of_the_docs(backend):
+    """Which asserts that its tokens are plain attention's; a backend that is named is used or refused."""
+    names = {}
+    with settings.override(backend=backend):
+        exec(LOOP, names)
+    assert names["generated"].is_cuda and names["k_pool"].dtype == torch.float16
 
 
 @pytest.mark.parametrize("backend", FAST)
@@ -117,6 +140,22 @@ def test_a_graph_is_replayed_with_other_lengths(page_size, backend):
             assert torch.equal(k[0, -1], new["k_new"][row, 0]) and torch.equal(v[0, -1], new["v_new"][row, 0])
             right = oracle.forward(inputs.q[row, None], k, v)
             assert oracle.relative_error(out[row, None], right.out) <= 4 * HALF_ULP[torch.bfloat16]
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_two_caches_merge_into_one(backend):
+    """A shared beginning and each row's own rest, of which one row has none, one no beginning, and one neither."""
+    case = CacheCase((300, 64, 200, 0), 2, 8, 2, 128, 128, capacity=320, dtype="bfloat16")
+    inputs = make_inputs(case).to(DEVICE)
+    q, k, v = inputs.qkv
+    firsts, states = torch.tensor([64, 64, 0, 0], dtype=torch.int32, device=DEVICE), []
+    rests = inputs.cache_seqlens - firsts
+    shift = firsts.long()[:, None] + torch.arange(k.shape[1], device=DEVICE)
+    rows = torch.arange(len(case.lens), device=DEVICE)[:, None]
+    moved = [x[rows, shift.clamp(max=k.shape[1] - 1)] for x in (k, v)]
+    for keys, lens in (((k, v), firsts), (moved, rests)):
+        states += attention_kvcache(q, *keys, cache_seqlens=lens, return_lse=True, backend=backend)
+    check(case, inputs, *cute_flash.merge_attention_states(*states))
 
 
 @pytest.mark.parametrize("backend", FAST)

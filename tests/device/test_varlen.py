@@ -10,7 +10,7 @@ import cute_flash
 from cute_flash import attention_varlen
 from tests import oracle, packed
 from tests.device.gpu import DEVICE
-from tests.packed import LONG, SHORT, PackedCase, cases, make_inputs, same
+from tests.packed import LONG, SHORT, SHORTEST, PackedCase, cases, make_inputs, same
 from tests.runner import ALLOWED_RATIO, HALF_ULP
 
 ROUNDINGS = 3  # of a gradient: O or P, dS, and itself
@@ -56,7 +56,7 @@ def test_against_float64(case, backend):
     right = packed.exact(case, inputs)
     allowed = limits(case, inputs, right)
     options = {**case.options, **inputs.lengths, **LONG, "backend": backend, "return_lse": True}
-    for hints in (LONG, SHORT):
+    for hints in (LONG, SHORT, SHORTEST):
         out, lse = attention_varlen(inputs.q, inputs.k, inputs.v, **{**options, **hints})
         assert oracle.relative_error(out, right[0].out) <= allowed["out"]
         assert oracle.lse_excess(lse, right[0].lse) <= 1

@@ -38,6 +38,7 @@ CASES = (
     (case(LENS, heads=(7, 1)), SHARED),
     (case((5, 700), heads=(1, 1)), INVARIANT),
     (case((300, 64), heads=(32, 1)), {}),
+    (case((1, 0, 700), heads=(8, 1)), {"num_splits": 16}),
     (case((130, 1)), {"num_splits": 40}),  # more shares than tiles, and than a warp has lanes
     (case(LENS, rows=3, causal=True), ALONE),
     (case(LENS, rows=5, causal=True, heads=(8, 2)), SHARED),

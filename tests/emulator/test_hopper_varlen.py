@@ -19,7 +19,7 @@ from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
 
 from .. import oracle, packed
-from ..packed import LONG, SHORT, Inputs, PackedCase, cases, make_inputs, same
+from ..packed import LONG, SHORT, SHORTEST, Inputs, PackedCase, cases, make_inputs, same
 from .hopper import ARCH, SCHEDULES, SMS, Schedule, turn
 
 ERROR = 4e-3  # of bfloat16's output, as tests/emulator/test_hopper_forward.py
@@ -76,6 +76,7 @@ def grid() -> list[tuple[PackedCase, int, dict]]:
     grouped = cases(**d128, heads_q=4, heads_kv=2)
     found = [(case, (SMS, 3)[i % 2], LONG) for i, case in enumerate(grouped)]
     found += [(case, (3, SMS)[i % 2], SHORT) for i, case in enumerate(grouped)]
+    found += [(case, (2, SMS)[i % 2], SHORTEST) for i, case in enumerate(grouped[::3])]
     found += [(case, SMS, LONG) for case in cases(head_dim=72, head_dim_v=40, dtype="float16")[::3]]
     found += [(case, 2, LONG) for case in cases(head_dim=256, head_dim_v=256, dtype="bfloat16", heads_q=1)[1::4]]
     found.append((same(5, 700, *range(8), causal=True, **d128), 4, LONG))  # one long among many short
@@ -83,10 +84,11 @@ def grid() -> list[tuple[PackedCase, int, dict]]:
 
 
 GRID = grid()
+HINTS = {4096: "", 64: "-short", 16: "-shortest"}
 CHOSEN = [SCHEDULES[i] for i in (1, 4, 6, 11)]
 RUNS = [
     pytest.param(*cell, schedule, marks=() if (turn() + at + n) % len(CHOSEN) == 0 else pytest.mark.slow,
-                 id=f"{cell[0]}-sms{cell[1]}{'-short' if cell[2] is SHORT else ''}-{schedule}")
+                 id=f"{cell[0]}-sms{cell[1]}{HINTS[cell[2]['max_seqlen_q']]}-{schedule}")
     for at, cell in enumerate(GRID) for n, schedule in enumerate(CHOSEN)
 ]  # fmt: skip
 
@@ -106,7 +108,7 @@ def test_a_single_row_of_any_stride():
     check(case, inputs, attend(case, lying, SCHEDULES[1]))
 
 
-@pytest.mark.parametrize("hints", [LONG, SHORT], ids=["long", "short"])
+@pytest.mark.parametrize("hints", [LONG, SHORT, SHORTEST], ids=["long", "short", "shortest"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_stays_in_its_sequence(causal, hints):
     """Every second sequence is NaN; the others, which lie in the same tiles of memory, are right."""

@@ -92,8 +92,11 @@ def test_explain_takes_packed_sequences_and_caches(capsys):
     command = ["explain", "--arch", "9.0", "--causal", "--form"]
     assert cli.main([*command, "packed"]) == 0
     said = capsys.readouterr().out
+    assert "runs: sm90 forward" in said and "runs: sm90 backward" in said
+    assert cli.main([*command, "packed", "--head-dim", "256"]) == 0
+    said = capsys.readouterr().out
     assert "runs: sm90 forward" in said and "runs: triton backward" in said
-    assert said.count("sm90: the backward of packed sequences (attention_varlen) is not built yet") == 1
+    assert said.count("sm90: the backward of packed sequences is built up to head dim 128, and for") == 1
     assert cli.main([*command, "cache"]) == 0
     said = capsys.readouterr().out
     assert "runs: sm90 forward" in said and "backward" not in said

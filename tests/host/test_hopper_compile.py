@@ -19,6 +19,7 @@ from cute_flash.spec.device import Device
 from cute_flash.spec.mask import CAUSAL, FULL, Mask
 from cute_flash.spec.plan import Plan
 from cute_flash.spec.problem import BACKWARD, CACHE, CACHE_FEW, FORWARD, Problem
+from scripts import dump, sass
 
 HOPPER = Device("cuda", 0, "imagined", (9, 0), 132)
 REGISTER_FILE = 65_536
@@ -102,7 +103,12 @@ EVERY_BACKWARD = list(
             [(192, 192), (192, 128)], (FULL, CAUSAL, WINDOW), ((), ("softcap",)), (False, True)
         )
     )
-    | dict.fromkeys(backward((128, 128), FULL, short=True, dtype=dtype) for dtype in ("bfloat16", "float16"))
+    | dict.fromkeys(
+        backward(dims, mask, short=True, dtype=dtype)
+        for dims, mask, dtype in itertools.product(
+            [(96, 96), (128, 128), (192, 192), (192, 128)], (FULL, CAUSAL), ("bfloat16", "float16")
+        )
+    )
 )
 
 
@@ -177,6 +183,20 @@ def test_long_heads_of_128_under_a_full_mask_have_tiles_of_80_queries():
     ]
     assert {each.tile.tile_m for each in [*others, backward((128, 96), FULL)]} == {64}
     assert not any(each.variant for each in others)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+def test_exponentials_of_heads_of_128_run_under_dp(mask):
+    """As many as the plan says stand before the wait for dP, where ptxas left to itself has one or none."""
+    tool = sass.disassembler()
+    if tool is None:
+        pytest.skip("no nvdisasm here")
+    chosen = backward((128, 128), mask)
+    ((_, _, cubin),) = dump.compiled(BACKEND, chosen)
+    codes = sass.functions(sass.disassemble(cubin, tool)).values()
+    (loop,) = [body for code in codes for body in sass.main_bodies(code)]
+    of_s, of_dp, *_ = sass.ahead_of_waits(loop)
+    assert of_s == 0 and chosen.tile.ahead == chosen.tile.tile_m // 4 <= of_dp
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257))

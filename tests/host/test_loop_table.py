@@ -25,7 +25,11 @@ def test_the_table_is_that_of_the_csv():
 
 
 def test_the_csv_has_the_plans_of_the_forward_table():
-    wanted = {str(dump.plan_of(dump.arguments([]), point)[1]) for point in points.SETS["hopper-forward"]}
+    wanted = {
+        str(dump.plan_of(dump.arguments(words), point)[1])
+        for words in ([], ["--lse"])
+        for point in points.SETS["hopper-forward"]
+    }
     assert {each["plan"] for each in loop_table.read(CSV)} == wanted
 
 

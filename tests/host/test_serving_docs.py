@@ -21,7 +21,7 @@ def test_generation_loop():
 @pytest.mark.parametrize(
     ("place", "fault"),
     [
-        ("lengths = torch.zeros(2, dtype=torch.int32)\n", "table[1, 0] = table[0, 0]\n"),
+        ("lengths = torch.zeros(2, dtype=torch.int32, device=device)\n", "table[1, 0] = table[0, 0]\n"),
         ("    lengths += 1\n", "    lengths -= 1\n"),
     ],
     ids=["a page for two texts", "lengths that stand still"],

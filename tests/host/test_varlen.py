@@ -249,7 +249,9 @@ def test_hopper_has_it():
     for deterministic in (False, True):
         backward = cute_flash.explain(*qkv, **inputs.lengths, deterministic=deterministic, arch="9.0").backward
         assert backward.plan.backend == "sm90" and backward.plan.form == "packed" and not backward.fallback
-        assert backward.plan.deterministic == deterministic
+        assert backward.plan.deterministic == deterministic and backward.plan.tile.tile_m == 128
+        few = {"max_seqlen_q": 64, "max_seqlen_k": 64, "deterministic": deterministic}
+        assert cute_flash.explain(*qkv, **inputs.lengths, **few, arch="9.0").backward.plan.tile.tile_m == 64
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def store_share(
             if writes != 0:
                 partials.state[share.split, row, 0] = mul_rn(state.maximum[c], scale_log2)
                 partials.state[share.split, row, 1] = state.total[c]
-            if share.first < share.last:
+            if share.count > 0:
                 columns_of_v = partials.o[share.split, row, None]
                 for i in cutlass.range_constexpr(2 * cute.size(view, mode=[2])):
                     columns_of_v[first + 8 * i + 48 * (i // 2)] = view[i % 2, c, i // 2]

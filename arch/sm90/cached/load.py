@@ -1,6 +1,7 @@
 """The load role: one warp moves K and V tiles through TMA, each tile in as many boxes as it has pages.
 
-K of a tile, then its V, from the first tile to the last. Boxes past the row's last key are loaded too, from whatever
+K of a tile, then its V, from the first tile of a share to the last. The first may come before the length that says
+whether there is one. Boxes past the row's last key are loaded too, from whatever
 page a clamped number names: their scores are hidden, and their rows of V zeroed (walk.py).
 """
 
@@ -16,6 +17,16 @@ from ..load import TileCopy, TmaSource
 from .pipeline import KeyPipelines
 
 LANES = 32
+
+
+class Run(NamedTuple):
+    """Key tiles first, first + step, ..."""
+
+    first: Int32
+    step: Int32
+
+    def tile(self, number: Int32) -> Int32:
+        return self.first + number * self.step
 
 
 class Boxes(NamedTuple):
@@ -61,63 +72,84 @@ def box_copy(tma: TmaSource, smem: cute.Tensor, box: tuple[int, int], head: Int3
 
 
 class Pages(NamedTuple):
-    """Numbers of a row's pages, 32 a register, a lane each."""
+    """Of a row."""
 
     table: cute.Tensor  # (pages a row,)
     limit: Int32  # pages in the cache
 
 
-@cute.jit
-def read_pages(pages: Pages, first: Int32) -> Int32:
-    """Numbers `first` to first + 31 of the table, clamped on both sides."""
-    index = cutlass.min(first + cute.arch.lane_idx(), pages.table.shape[0] - 1)
-    return cutlass.min(cutlass.max(pages.table[index], 0), pages.limit - 1)
+class PageNumbers(NamedTuple):
+    """Of a share's pages, a lane each: as many registers as a tile's need, and those that follow."""
+
+    now: tuple
+    ahead: tuple
+
+
+def _chunk(boxes: Boxes) -> tuple[int, int]:
+    """(registers, tiles) whose pages are read at a time."""
+    registers = max(1, boxes.per_tile // LANES)
+    return registers, LANES * registers // boxes.per_tile
+
+
+def read_pages(pages: Pages, run: Run, chunk: Int32, boxes: Boxes) -> tuple:
+    """Clamped on both sides."""
+    registers, tiles = _chunk(boxes)
+    numbers = []
+    for i in range(registers):
+        place = LANES * i + cute.arch.lane_idx()
+        tile = run.tile(chunk * tiles + place // boxes.per_tile)
+        index = tile // boxes.per_page * boxes.per_tile + place % boxes.per_tile
+        index = cutlass.min(index, pages.table.shape[0] - 1)
+        numbers.append(cutlass.min(cutlass.max(pages.table[index], 0), pages.limit - 1))
+    return tuple(numbers)
+
+
+def open_pages(pages: Pages, run: Run, boxes: Boxes) -> PageNumbers:
+    return PageNumbers(*(read_pages(pages, run, Int32(chunk), boxes) for chunk in range(2)))
 
 
 @cute.jit
-def load_dense(pipes: KeyPipelines, loads: Loads, tiles: tuple, cache_row: Int32, stages: cutlass.Constexpr[int]):
-    """`tiles`: [first, last)."""
-    first, last = tiles
-    state = pipelines.make_pipeline_state(pipelines.PipelineUserType.Producer, stages)
-    for tile in cutlass.range(first, last, unroll=1):
+def load_dense(
+    pipes: KeyPipelines, loads: Loads, run: Run, numbers: tuple, cache_row: Int32, state: pipelines.PipelineState
+):
+    """Tiles numbers[0] to numbers[1] - 1 of the run. -> the state moved on; so below"""
+    for number in cutlass.range(numbers[0], numbers[1], unroll=1):
         for pipe, copy, place in ((pipes.k, loads.k, (0, 0)), (pipes.v, loads.v, (0, 0))):
             pipe.producer_acquire(state)
-            _copy_box(pipe, state, copy, (tile, cache_row), place, loads.policy)
+            _copy_box(pipe, state, copy, (run.tile(number), cache_row), place, loads.policy)
         state.advance()
+    return state
 
 
 @cute.jit
 def load_paged(
     pipes: KeyPipelines,
     loads: Loads,
-    tiles: tuple,
+    run: Run,
+    numbers: tuple,
     pages: Pages,
+    known: PageNumbers,
     boxes: cutlass.Constexpr,
-    stages: cutlass.Constexpr[int],
+    state: pipelines.PipelineState,
 ):
-    """The table is read 32 pages (64 where a tile has so many) at a time, one such chunk ahead."""
-    first, last = tiles
-    registers = max(1, boxes.per_tile // LANES)
-    chunk_pages = LANES * registers
-    chunk_tiles = chunk_pages * boxes.per_page // boxes.per_tile
-    chunk = first // chunk_tiles
-    now = [read_pages(pages, chunk * chunk_pages + LANES * i) for i in range(registers)]
-    ahead = [read_pages(pages, (chunk + 1) * chunk_pages + LANES * i) for i in range(registers)]
-    state = pipelines.make_pipeline_state(pipelines.PipelineUserType.Producer, stages)
-    for tile in cutlass.range(first, last, unroll=1):
-        if tile // chunk_tiles != chunk:
-            chunk += 1
+    """-> (state, known). The table is read a chunk ahead."""
+    registers, chunk_tiles = _chunk(boxes)
+    now, ahead = list(known.now), list(known.ahead)
+    for number in cutlass.range(numbers[0], numbers[1], unroll=1):
+        place = number % chunk_tiles
+        if (place == 0) & (number > 0):
+            fresh = read_pages(pages, run, number // chunk_tiles + 1, boxes)
             for i in cutlass.range_constexpr(registers):
-                now[i] = ahead[i]
-                ahead[i] = read_pages(pages, (chunk + 1) * chunk_pages + LANES * i)
-        entry = tile % chunk_tiles * boxes.per_tile // boxes.per_page
-        block = tile % boxes.per_page
+                now[i], ahead[i] = ahead[i], fresh[i]
+        block = run.tile(number) % boxes.per_page
         for pipe, copy, keys_first in ((pipes.k, loads.k, True), (pipes.v, loads.v, False)):
             pipe.producer_acquire(state)
             for i in cutlass.range_constexpr(boxes.per_tile):
-                page = cute.arch.shuffle_sync(now[i // LANES], (entry + i) % LANES)
+                lane = (place * boxes.per_tile + i) % LANES
+                page = cute.arch.shuffle_sync(now[i // LANES], lane)
                 _copy_box(pipe, state, copy, (block, page), (i, 0) if keys_first else (0, i), loads.policy)
         state.advance()
+    return state, PageNumbers(tuple(now), tuple(ahead))
 
 
 def _copy_box(pipe, state, copy: TileCopy, source: tuple, place: tuple, policy: Int64):

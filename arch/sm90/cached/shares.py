@@ -11,6 +11,8 @@ from cutlass import Int32, Int64
 
 from cute_flash.spec.plan import Plan
 
+from .load import Run
+
 
 class Divisors(NamedTuple):
     """What indices are divided by, made ready on the host: a division in the kernel stands before its first load."""
@@ -65,9 +67,9 @@ class Place(NamedTuple):
     """Of a CTA, before lengths are known."""
 
     batch: Int32
-    split: Int32
-    m_block: Int32
     head: Int32  # of K and V
+    split: Int32
+    row_start: Int32  # of the tile
 
 
 class Share(NamedTuple):
@@ -76,8 +78,8 @@ class Share(NamedTuple):
     split: Int32
     row_start: Int32  # of the tile
     seqlen_k: Int32
-    first: Int32  # key tiles [first, last)
-    last: Int32
+    run: Run
+    count: Int32  # of its key tiles
     whole_first: Int32  # of these, [whole_first, whole_last) need no mask
     whole_last: Int32
 
@@ -123,15 +125,26 @@ class Shares:
         rest, head = divmod(index, sizes.by.heads_kv)
         rest, m_block = divmod(rest, sizes.by.tiles)
         batch, split = divmod(rest, sizes.by.splits)
-        return Place(batch, split, m_block, head)
+        return Place(batch, head, split, m_block * self.tile.tile_m)
+
+    @property
+    def early(self) -> bool:
+        """Is the first key tile known before the length is?"""
+        return not self.mask.left
+
+    @cute.jit
+    def run(self, place: Place, begin: Int32, sizes: CacheSizes) -> Run:
+        """`begin`: first tile of all. Equal shares take every so-manyth tile, so that their first ones are known."""
+        first, step = begin + place.split, sizes.splits
+        if sizes.split_keys != 0:
+            first, step = cutlass.max(begin, place.split * (sizes.split_keys // self.tile.tile_n)), Int32(1)
+        return Run(first, step)
 
     @cute.jit
     def share(self, place: Place, given: Int32, sizes: CacheSizes) -> Share:
         """`given`: the row's length as cache_seqlens has it."""
         tile_m, tile_n, mask = self.tile.tile_m, self.tile.tile_n, self.mask
-        batch, split, m_block, head = place
-        row_start = m_block * tile_m
-        _, seqlen_k = lengths_of(given, sizes)
+        row_start, seqlen_k = place.row_start, lengths_of(given, sizes)[1]
         diagonal = seqlen_k - sizes.seqlen_q
         first_diagonal = row_start // sizes.by.group + diagonal
         last_diagonal = (cutlass.min(row_start + tile_m, sizes.rows) - 1) // sizes.by.group + diagonal
@@ -143,13 +156,11 @@ class Shares:
         if cutlass.const_expr(mask.left):
             begin = cutlass.max(0, first_diagonal - sizes.left) // tile_n
             whole_first = (cutlass.max(0, last_diagonal - sizes.left) + tile_n - 1) // tile_n
-        last = (end + tile_n - 1) // tile_n
-        run, start = sizes.split_keys // tile_n, Int32(0)
-        if sizes.split_keys == 0:
-            run, start = (cutlass.max(last - begin, 0) + sizes.splits - 1) // sizes.by.splits, begin
-        start += split * run
-        first, last = cutlass.max(start, begin), cutlass.min(start + run, last)
-        return Share(batch, head, split, row_start, seqlen_k, first, cutlass.max(first, last), whole_first, whole_last)
+        last, run = (end + tile_n - 1) // tile_n, self.run(place, begin, sizes)
+        count = (cutlass.max(last - run.first, 0) + sizes.splits - 1) // sizes.by.splits
+        if sizes.split_keys != 0:
+            count = cutlass.min(last, (place.split + 1) * (sizes.split_keys // tile_n)) - run.first
+        return Share(*place, seqlen_k, run, cutlass.max(count, 0), whole_first, whole_last)
 
 
 class Partials(NamedTuple):

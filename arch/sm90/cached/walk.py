@@ -21,7 +21,7 @@ from ...common.numeric import NEG_INF, exp2, finite_or_zero, mul_rn
 from ..pipeline import wait_full
 from ..softmax import cap_scores
 from .pipeline import MMA_WARPS, KeyPipelines, hand_to_wgmma, meet
-from .shares import CacheSizes, Columns, Share
+from .shares import CacheSizes, Columns, Place, Share
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,14 @@ class Walk:
         return ColumnState(*(cute.make_rmem_tensor((self.columns,), Float32) for _ in range(2)))
 
     @cute.jit
-    def read_q(self, q: cute.Tensor, room: cute.Tensor, share: Share, sizes: CacheSizes, thread: Int32):
+    def read_q(self, q: cute.Tensor, room: cute.Tensor, place: Place, sizes: CacheSizes, thread: Int32):
         """q (batch, seqlen_q, heads_q, head_dim) -> room (tile_m, width_qk); 0 where there is no row or column."""
         for row in cutlass.range(thread // 32, self.tile.tile_m, MMA_WARPS, unroll=2):
-            token, head = divmod(cutlass.min(share.row_start + row, sizes.rows - 1), sizes.by.group)
-            source = q[share.batch, token, share.head * sizes.group + head, None]
+            token, head = divmod(cutlass.min(place.row_start + row, sizes.rows - 1), sizes.by.group)
+            source = q[place.batch, token, place.head * sizes.group + head, None]
             for step in cutlass.range_constexpr(self.width_qk // 32):
                 column = 32 * step + thread % 32
-                exists = (share.row_start + row < sizes.rows) & (column < q.shape[3])
+                exists = (place.row_start + row < sizes.rows) & (column < q.shape[3])
                 value = source[cutlass.min(column, q.shape[3] - 1)]
                 room[row, column] = self.dtype(cutlass.select_(exists, value, self.dtype(0.0)))
 
@@ -157,8 +157,9 @@ class Walk:
         return tuple(low), tuple(high)
 
     @cute.jit
-    def run(self, context: WalkContext, share: Share):
-        """Afterwards O is divided by the row sums, and the state's totals are of all keys."""
+    def run(self, context: WalkContext, share: Share, early: cutlass.Constexpr[bool]):
+        """Afterwards O is divided by the row sums, and the state's totals are of all keys. early: the first tile is
+        loaded in any case."""
         frags, pipes, state = context.frags, context.pipes, context.state
         frags.o.fill(0.0)
         state.maximum.fill(NEG_INF)
@@ -167,23 +168,23 @@ class Walk:
             pipelines.make_pipeline_state(pipelines.PipelineUserType.Consumer, self.tile.stages) for _ in range(2)
         )
         hand_to_wgmma()  # Q
-        if share.first < share.last:
+        if share.count > 0:
             wait_full(pipes.k, k_ring)
             self.issue_scores(frags, k_ring.index)
             warpgroup.wait_group(0)
             pipes.k.consumer_release(k_ring)
             k_ring.advance()
-            self.mask_scores(context, share, share.first)
+            self.mask_scores(context, share, share.run.first)
             self.say_maxima(context)
             self.probabilities(context)
-            for tile in cutlass.range(share.first + 1, share.last, unroll=1):
+            for number in cutlass.range(1, share.count, unroll=1):
                 wait_full(pipes.k, k_ring)
                 self.issue_scores(frags, k_ring.index)
                 wait_full(pipes.v, v_ring)
                 self.issue_output(frags, v_ring.index)
                 warpgroup.wait_group(1)
                 pipes.k.consumer_release(k_ring)
-                self.mask_scores(context, share, tile)
+                self.mask_scores(context, share, share.run.tile(number))
                 self.say_maxima(context)
                 warpgroup.wait_group(0)
                 pipes.v.consumer_release(v_ring)
@@ -191,11 +192,14 @@ class Walk:
                 k_ring.advance()
                 v_ring.advance()
             wait_full(pipes.v, v_ring)
-            keys = share.seqlen_k - (share.last - 1) * self.tile.tile_n
+            keys = share.seqlen_k - share.run.tile(share.count - 1) * self.tile.tile_n
             if keys < self.tile.tile_n:
                 self.zero_rows(context, v_ring.index, keys)
             self.issue_output(frags, v_ring.index)
             warpgroup.wait_group(0)
+        elif cutlass.const_expr(early):  # what is still on its way must not find shared memory in other use
+            wait_full(pipes.k, k_ring)
+            wait_full(pipes.v, v_ring)
         self.finish(context)
 
     @cute.jit

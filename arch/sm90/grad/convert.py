@@ -52,7 +52,8 @@ def convert_kernel(
     shape: cutlass.Constexpr,  # (tile_m, columns of a part); a warpgroup of this kernel a part
     starts: cute.Tensor | None = None,  # of packed sequences; tiles are slots then, see common/ragged.py
 ):
-    at = row_tile_of(sums)
+    at, (_, tiles, heads, batches) = row_tile_of(sums), sums.shape
+    at = tiles - 1 - at[0], heads - 1 - at[1], batches - 1 - at[2]  # the last sums first: they are in L2 yet
     if cutlass.const_expr(starts is None):
         _convert(sums, dq, at, at[0], scale, shape)
     else:

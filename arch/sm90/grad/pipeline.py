@@ -21,6 +21,7 @@ Where P passes through shared memory too (backward_wide.py), both have one slot,
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipelines
 from cutlass import Float32, Int32
@@ -77,3 +78,22 @@ def tell_read(group: Int32):
 def wait_read(group: Int32):
     """By warpgroup `group`, until the other has said so."""
     cute.arch.barrier(barrier_id=TILE_READ + group, number_of_threads=2 * WARPGROUP)
+
+
+def as_words(values: cute.Tensor) -> cute.Tensor:
+    """A fragment of float32 seen as Int32."""
+    return cute.make_tensor(cute.recast_ptr(values.iterator, dtype=Int32), cute.make_layout(cute.size(values)))
+
+
+@cute.jit
+def hold(words: cute.Tensor, count: cutlass.Constexpr):
+    """A barrier of the warp that needs the first `count` of these registers, so that ptxas leaves what makes them
+    before the wait that follows; left to itself it puts the wait first. No more than 32 bits are ever set, so that the
+    mask always names all lanes, which the compiler cannot know."""
+    joined = words[0]
+    for i in cutlass.range_constexpr(1, count):
+        joined = joined | words[i]
+    cute.arch.inline_ptx(
+        "{ .reg .b32 mask; popc.b32 mask, {$r0}; sub.s32 mask, mask, 64; shr.s32 mask, mask, 31; bar.warp.sync mask; }",
+        read_only_args=[joined],
+    )

@@ -12,6 +12,7 @@ from ...common.keyunits import Unit, in_sections, row_bytes, ticket_of, unit_cou
 from ...common.order import Sizes, head_by_head, longest_first
 from ...common.ragged import Place, Rows, only_rows
 from ..sequences import entry_at, place_at, tile_total
+from ..tiles import heads_together
 from .zeros import Zeroing
 
 
@@ -29,7 +30,7 @@ class KeyUnits:
 
     def at(self, index: Int32, origin: Zeroing, sizes: Sizes) -> Unit:
         """By a warp."""
-        return unit_of(index, sizes, self.tile, self.widths, self.mask, self.in_turn)
+        return unit_of(index, sizes, self.tile, self.widths, self.mask, self.in_turn, heads_together(self.in_turn))
 
     def ticket(self, index: Int32, unit: Unit) -> tuple:
         """What other warps are told."""

@@ -3,7 +3,7 @@
 By rows: on S and dP fragments, whose rows are queries.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import cutlass
 import cutlass.cute as cute
@@ -15,9 +15,9 @@ from ...common.numeric import capped_weights, exp2, pack_fragment, pack_pair
 from ..mma import first_column, first_row, rows_view
 
 
-def _by_columns(values: cute.Tensor, thread: Int32, tile_m: int) -> Iterator[tuple[int, Float32]]:
-    """(column of the fragment, its value). values: (columns,) float32 in shared memory, of a tile_m or a part of it, in
-    the order of delta.value_place.
+def by_columns(values: cute.Tensor, thread: Int32, tile_m: int) -> Iterator[tuple[int, Float32]]:
+    """(column of the fragment, its value), loaded when asked for. values: (columns,) float32 in shared memory, of a
+    tile_m or a part of it, in the order of delta.value_place.
     """
     vector = values_together(tile_m)
     start, columns = (values.iterator + vector // 2 * first_column(thread)).align(4 * vector), cute.size(values)
@@ -30,40 +30,34 @@ def _by_columns(values: cute.Tensor, thread: Int32, tile_m: int) -> Iterator[tup
 def probabilities(
     scores: cute.Tensor,
     packed: cute.Tensor,
-    lse_log2: cute.Tensor,
-    thread: Int32,
+    lse_log2: Iterable,
     scale_log2: Float32,
-    kind: tuple,
+    dtype: type,
 ):
-    """Scores become P = exp2(scale * score - LSE), rounded into `packed` as well.
-
-    lse_log2: see _by_columns; `kind`: (dtype, tile_m).
-    """
-    (dtype, tile_m), view = kind, rows_view(scores)
-    for c, lse in _by_columns(lse_log2, thread, tile_m):
+    """Scores become P = exp2(scale * score - LSE), rounded into `packed` as well. lse_log2: see by_columns."""
+    view = rows_view(scores)
+    for c, lse in lse_log2:
         for r in range(2):
             view[r, c] = exp2(view[r, c] * scale_log2 - lse)
     pack_fragment(scores, packed, dtype)
 
 
-def exponentials(scores: cute.Tensor, lse_log2: cute.Tensor, thread: Int32, scale_log2: Float32, kind: tuple):
+def exponentials(scores: cute.Tensor, lse_log2: Iterable, scale_log2: Float32):
     """Scores become P, float32. See probabilities."""
     view = rows_view(scores)
-    for c, lse in _by_columns(lse_log2, thread, kind[1]):
+    for c, lse in lse_log2:
         for r in range(2):
             view[r, c] = exp2(view[r, c] * scale_log2 - lse)
 
 
-def weights_and_gradients(
-    weights: cute.Tensor, dp: cute.Tensor, packed: tuple, delta: cute.Tensor, thread: Int32, kind: tuple
-):
+def weights_and_gradients(weights: cute.Tensor, dp: cute.Tensor, packed: tuple, delta: Iterable, dtype: type):
     """P rounded, dS = P * (dP - delta) rounded, a few columns at a time: what float32 both leave is free at once.
 
-    `packed`: (of P, of dS), Int32; delta, kind: see probabilities.
+    `packed`: (of P, of dS), Int32; delta: see by_columns.
     """
-    (dtype, tile_m), (p_packed, ds_packed), run = kind, packed, []
+    (p_packed, ds_packed), run = packed, []
     flat, gradients = (cute.make_tensor(t.iterator, cute.make_layout(cute.size(t))) for t in (weights, dp))
-    for c, shift in _by_columns(delta, thread, tile_m):
+    for c, shift in delta:
         run.append(shift)
         if c % 2 == 1:
             for r in range(2):
@@ -78,19 +72,18 @@ def weights_and_gradients(
 def capped_probabilities(
     scores: cute.Tensor,
     packed: cute.Tensor,
-    lse_log2: cute.Tensor,
-    thread: Int32,
+    lse_log2: Iterable,
     factors: tuple,
-    kind: tuple,
+    dtype: type,
 ):
     """The same under a softcap; `scores` ends as P * (1 - tanh^2), what dP - delta is multiplied with.
 
     factors: see capped_weights.
     """
-    (dtype, tile_m), view = kind, rows_view(scores)
+    view = rows_view(scores)
     slopes = cute.make_rmem_tensor(scores.layout, Float32)
     by_rows = rows_view(slopes)
-    for c, lse in _by_columns(lse_log2, thread, tile_m):
+    for c, lse in lse_log2:
         for r in range(2):
             view[r, c], by_rows[r, c] = capped_weights(view[r, c], lse, factors)
     pack_fragment(scores, packed, dtype)
@@ -101,13 +94,12 @@ def score_gradients(
     weights: cute.Tensor,
     dp: cute.Tensor,
     packed: cute.Tensor,
-    delta: cute.Tensor,
-    thread: Int32,
-    kind: tuple,
+    delta: Iterable,
+    dtype: type,
 ):
-    """dS = weights * (dP - delta), rounded into `packed`; `weights` is overwritten. delta, kind: as above."""
-    (dtype, tile_m), view, gradients = kind, rows_view(weights), rows_view(dp)
-    for c, shift in _by_columns(delta, thread, tile_m):
+    """dS = weights * (dP - delta), rounded into `packed`; `weights` is overwritten. delta: see by_columns."""
+    view, gradients = rows_view(weights), rows_view(dp)
+    for c, shift in delta:
         for r in range(2):
             view[r, c] = view[r, c] * (gradients[r, c] - shift)
     pack_fragment(weights, packed, dtype)
