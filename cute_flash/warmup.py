@@ -104,11 +104,11 @@ def _target(capability: tuple[int, int], sms: int | None) -> Device:
 def _of_form(which: argparse.Namespace, direction: str) -> Iterator[dict[str, Any]]:
     """Fields of a Problem that tell kernels of one kind apart. Lengths are beyond SHORT_KEYS or not; most plans are the
     same, and the backward of packed sequences does not ask."""
-    hinted = which.form == PACKED and direction == FORWARD
+    asks = which.form == DENSE or direction == FORWARD
     if which.form != CACHE:
-        yield from ({"short": short} for short in ((False, True) if hinted or which.form == DENSE else (False,)))
-    if hinted:
-        yield {"short": True, "few_rows": FEW[-1], "few_keys": FEW[-1]}
+        yield from ({"short": short} for short in ((False, True) if asks else (False,)))
+    if which.form == PACKED:
+        yield from ({"short": asks, "few_rows": few, "few_keys": few} for few in (FEW[0], FEW[-1]))
     if which.form == CACHE:
         switches = words.SWITCH[which.append], words.SWITCH[which.chosen]
         for page_size, rows, appends, chosen in itertools.product(which.page_size, which.rows, *switches):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import functools
 import gc
 import json
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ VARIANTS = ((64, False), (128, False), (128, True), (256, True))  # (head_dim, c
 PREPARING = 0.7  # of --time-limit: cases that are not ready by then are left out
 # SDPA's graph has guards on divisibility of lengths: new shapes pass the compiler's limit of 8 graphs.
 ONE_SHAPE = ("fa2-compiled",)
+COLUMNS = ("gpu", "uuid", "date", "commit", "torch", "dsl", "what", "case", "median_us", "p20_us", "p80_us", "of_fa2")
 COMPILER = "cutlass"  # the package whose MLIR extension a cached kernel must not need
 
 
@@ -46,6 +48,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--time-limit", type=float, default=0.0, help="seconds until the last round of batches starts; 0 = no limit")
     add("--backend", default="", help="backend of the first-launch table; default the dispatcher's choice")
     add("--out", type=Path, default=None, help="JSON file for everything that was measured")
+    add("--csv", type=Path, default=None, help="CSV that the calls' rows are appended to")
     add("--commit", default="", help="commit of the code where there is no git")
     add("--dry", action="store_true", help="on the CPU, few calls: tries the script, measures nothing")
     add("--child", choices=("compile", "load"), default="", help=argparse.SUPPRESS)
@@ -286,6 +289,23 @@ def show_kernels(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def append_calls(path: Path, facts: Mapping[str, str], rows: Sequence[dict[str, Any]]) -> None:
+    """A line a case that has a number, at one date: the page shows the newest date's."""
+    known = {name: facts[name] for name in COLUMNS if name in facts} | {"what": "call"}
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        for row in rows:
+            if "note" in row:
+                continue
+            of = {"median_us": "median_us", "p20_us": "p20", "p80_us": "p80"}
+            numbers = {column: f"{row[name]:.2f}" for column, name in of.items()}
+            ratio = f"{row['of_fa2']:.3f}" if "of_fa2" in row else ""
+            writer.writerow({**known, "case": " ".join(row["case"].split()), **numbers, "of_fa2": ratio})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     if args.child:
@@ -304,6 +324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.skip_kernels:
         found["kernels"] = measure_kernels(args)
         print(show_kernels(found["kernels"]), flush=True)
+    if args.csv is not None and "calls" in found:
+        append_calls(args.csv, found["facts"], found["calls"])
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -16,8 +16,9 @@ def look(turns: cute.Tensor, part: Int32) -> Int32:
 @cute.jit
 def wait_for(turns: cute.Tensor, part: Int32, turn: Int32, seen: Int32):
     """By one warp, until `part` was added to `turn` times. `seen`: what it saw before, or -1. Who comes first must have
-    taken its unit before: it waits for nobody who has not started."""
-    while seen != turn:
+    taken its unit before: it waits for nobody who has not started. More often is no reason to wait for ever: packed
+    sequences of lengths out of order share sums."""
+    while seen < turn:
         seen = look(turns, part)
     cute.arch.inline_ptx("fence.proxy.async.global;")
 

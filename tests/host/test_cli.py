@@ -270,9 +270,13 @@ def test_warmup_compiles_what_serving_calls():
     assert plans("--form", "cache", "--page-size", "16", "--rows", "4", "--causal", "no", "--append", "no") < wanted
     rows, starts = torch.empty(1000, 8, 128, dtype=torch.bfloat16, device="meta"), torch.empty(3, device="meta").int()
     lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-    hints = ({}, {"max_seqlen_q": 9000, "max_seqlen_k": 900}, {"max_seqlen_q": 40, "max_seqlen_k": 40})
+    hints = [{}, {"max_seqlen_q": 9000, "max_seqlen_k": 900}]
+    hints += [{"max_seqlen_q": few, "max_seqlen_k": few} for few in (40, 16)]
     wanted = {explain(rows, rows, rows, **lengths, **hint, causal=True, arch="9.0").plan for hint in hints}
-    assert plans("--form", "packed", "--causal", "yes") == wanted
+    assert plans("--form", "packed", "--causal", "yes") == wanted and len(wanted) == 4
+    found = (explain(rows.requires_grad_(), rows, rows, **lengths, **hint, arch="9.0") for hint in hints)
+    wanted = {each.backward.plan for each in found}
+    assert plans("--form", "packed", "--causal", "no", "--direction", "backward") == wanted and len(wanted) == 2
 
 
 def test_warmup_counts_the_multiprocessors_of_the_gpu_it_compiles_for(simulated):

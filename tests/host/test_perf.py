@@ -273,3 +273,22 @@ def test_a_case_that_does_not_come_back_leaves_the_others_their_figures(monkeypa
     assert {row["median_us"] for row in rows if "note" not in row} == {1.5}
     args = host_cost.arguments(["--time-limit", "0.001"])
     assert all("no time left" in row["note"] for row in host_cost.measure_calls(["ours"], torch.device("cpu"), args))
+
+
+def test_host_cost_is_appended_case_by_case(tmp_path):
+    facts = {
+        "gpu": "some GPU",
+        "uuid": "u",
+        "date": "2026-01-02",
+        "commit": "c1",
+        "torch": "t",
+        "dsl": "d",
+        "cuda": "13",
+    }
+    timed = {"case": "ours-compiled   no grad   one shape", "median_us": 9.876, "p20": 9.0, "p80": 11.0, "of_fa2": 0.5}
+    failed = {"case": "fa2  no grad  one shape", "note": "not ready in 3 s"}
+    for _ in range(2):
+        host_cost.append_calls(tmp_path / "host_cost.csv", facts, [timed, failed])
+    head, first, second = (tmp_path / "host_cost.csv").read_text().splitlines()
+    assert head == "gpu,uuid,date,commit,torch,dsl,what,case,median_us,p20_us,p80_us,of_fa2"
+    assert first == second == "some GPU,u,2026-01-02,c1,t,d,call,ours-compiled no grad one shape,9.88,9.00,11.00,0.500"

@@ -33,12 +33,9 @@ def cache_tile(head_dim: int, head_dim_v: int, few_rows: int = 0) -> Tile:
 
 
 def ctas_asked(tile: Tile) -> int:
-    """CTAs an SM that ptxas is to leave registers for; 0: its own choice. Of few rows it takes 40, and what warps say
-    to each other is then read one word after the other.
-
-    NVIDIA H200, 2026-11-30, us, 40 registers / 56: 512 tiles in one share 234.9 216.1, 1x1024 9.6 9.4, 4x8192 42.7
-    42.3.
-    """
+    """CTAs an SM that ptxas is to leave registers for; 0: its own choice. Of few rows it takes 40: what warps say to
+    each other is then read one word after the other. NVIDIA H200, 2026-11-30, us, 40 registers / 56: 512 tiles in one
+    share 234.9 216.1, 1x1024 9.6 9.4, 4x8192 42.7 42.3."""
     return 1 if tile.tile_m <= 32 else 0
 
 
