@@ -21,8 +21,10 @@ PRESENT = {  # kernels of the tables
         f"pass=bwd,{point},key tiles={tiles}{more}"
         for point, tiles, more in (
             ("d=64,mask=causal", 4, ""),
+            ("d=64,mask=causal,deterministic", 4, ""),
             ("d=128,mask=full", 1, ""),
             ("d=128,mask=full", 2, ""),
+            ("d=128,mask=full,deterministic", 6, ""),
             ("d=256,mask=full", 1, ""),
             ("d=256,mask=full", 1, ",launch=2"),
         )
