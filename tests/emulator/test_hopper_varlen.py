@@ -86,8 +86,16 @@ def grid() -> list[tuple[PackedCase, int, dict]]:
 GRID = grid()
 HINTS = {4096: "", 64: "-short", 16: "-shortest"}
 CHOSEN = [SCHEDULES[i] for i in (1, 4, 6, 11)]
+
+
+def marks(at: int, n: int, days: int):
+    """The at-th cell has its turn every so many days, under CHOSEN one after the other; the rest is slow."""
+    due = (turn() + at) % days == 0 and (turn() // days + at + n) % len(CHOSEN) == 0
+    return () if due else pytest.mark.slow
+
+
 RUNS = [
-    pytest.param(*cell, schedule, marks=() if (turn() + at + n) % len(CHOSEN) == 0 else pytest.mark.slow,
+    pytest.param(*cell, schedule, marks=marks(at, n, 3),
                  id=f"{cell[0]}-sms{cell[1]}{HINTS[cell[2]['max_seqlen_q']]}-{schedule}")
     for at, cell in enumerate(GRID) for n, schedule in enumerate(CHOSEN)
 ]  # fmt: skip
@@ -140,7 +148,7 @@ def backward_grid() -> list[tuple[PackedCase, int, bool]]:
 
 
 BACKWARD_RUNS = [
-    pytest.param(*cell, schedule, marks=() if (turn() + at + n) % len(CHOSEN) == 0 else pytest.mark.slow,
+    pytest.param(*cell, schedule, marks=marks(at, n, 4),
                  id=f"{cell[0]}-sms{cell[1]}{'-dlse' if cell[2] else ''}-{schedule}")
     for at, cell in enumerate(backward_grid()) for n, schedule in enumerate(CHOSEN)
 ]  # fmt: skip
