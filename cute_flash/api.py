@@ -12,7 +12,7 @@ from .runtime.launch import Call
 from .runtime.request import SCALE_MAX, SCALE_MIN, Options
 from .spec import device as device_facts
 from .spec import settings
-from .spec.problem import SHORT_KEYS
+from .spec.problem import SHORT_KEYS, SMALL_ROWS
 
 # (what a kernel depends on, shapes and strides left out) -> Call.
 # The types keep out DTensor, FakeTensor and their like: their data pointer is null, and a kernel would follow it.
@@ -86,8 +86,9 @@ def attention(
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             key = (
                 dtype, q.device, type(q), type(k), type(v), heads_q, heads_k, head_dim, head_dim_v,
-                kind, (seqlen_k <= SHORT_KEYS) is True, return_lse, deterministic or _torch_deterministic(), grad,
-                backend, settings.generation, dtype is not _float32 or request.float32_kind(q.device),
+                kind, (seqlen_k <= SHORT_KEYS) is True, (batch * heads_q * seqlen_q <= SMALL_ROWS) is True, return_lse,
+                deterministic or _torch_deterministic(), grad, backend, settings.generation,
+                dtype is not _float32 or request.float32_kind(q.device),
             )  # fmt: skip
             call = _warm.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError):  # RuntimeError: of a nested tensor's shape

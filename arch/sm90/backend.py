@@ -45,7 +45,7 @@ class Sm90Backend:
             softcap=softcap,
             ctas=problem.device.sm_count,
             draws=tiles.draws(tiles.width(dims[0]), tiles.width(dims[1]), str(mask), problem.short, softcap),
-            tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap),
+            tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap, tiles.small(problem)),
         )
         if problem.form == CACHE:
             return self._cache_plan(forward, problem)
@@ -54,7 +54,8 @@ class Sm90Backend:
             ctas = problem.device.sm_count * tiles.forward_ctas(tile, forward.head_dim, forward.head_dim_v)
             return replace(forward, form=PACKED, tile=tile, ctas=ctas, draws=True)
         if problem.direction == FORWARD:
-            return forward
+            together = tiles.forward_ctas(forward.tile, forward.head_dim, forward.head_dim_v)
+            return replace(forward, ctas=problem.device.sm_count * together)
         widths = tiles.backward_widths(*dims)
         tile = tiles.backward_tile(problem, forward.plain)
         variant = tiles.backward_variant(*dims, tile)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import FEW, PACKED, Problem
+from cute_flash.spec.problem import FEW, PACKED, SMALL_ROWS, Problem
 from cute_flash.spec.scratch import ScratchRule, TableRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
@@ -79,6 +79,16 @@ SHORT = {
     (256, 256, "causal"): Tile(128, 64, stages=2, skips=True),
 }
 
+# The same where there are at most problem.SMALL_ROWS query rows, whatever the keys.
+SMALL = {
+    (64, 64, "causal"): Tile(64, 128, stages=2),
+    (96, 96, "causal"): Tile(64, 128, stages=2),
+    (128, 128, "causal"): Tile(64, 128, stages=2),
+    (192, 128, "causal"): Tile(64, 128, stages=2),
+    (192, 192, "causal"): Tile(64, 112, stages=2),
+    (256, 256, "causal"): Tile(64, 80, stages=2),
+}
+
 DRAWN_FULL = {(64, 64), (192, 192)}  # see draws
 
 
@@ -128,7 +138,14 @@ def draws(width_qk: int, width_v: int, mask: str, short: bool, softcap: bool) ->
     return mask != "full" or softcap or ((width_qk, width_v) in DRAWN_FULL and not short)
 
 
-def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False, softcap: bool = False) -> Tile:
+def small(problem: Problem) -> bool:
+    """Do tiles of 128 query rows leave multiprocessors idle, or fill them once?"""
+    return problem.small and 128 * problem.device.sm_count >= SMALL_ROWS
+
+
+def forward_tile(
+    head_dim: int, head_dim_v: int, mask: str, short: bool = False, softcap: bool = False, small: bool = False
+) -> Tile:
     """The measured row if there is one, else the widest tile_n that fits registers and shared memory.
 
     A window takes what the widest fitting rule gives; measured there is `late` at head dim 128 alone (above), and
@@ -139,7 +156,8 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     if softcap and max(width_qk, width_v) <= 64:
         return Tile(192, 96, stages=2)
     row = (width_qk, width_v, mask)
-    exact = SHORT.get(row) if short and row in SHORT else FORWARD.get(row)
+    rows = (SMALL if small and not softcap else {}), (SHORT if short else {}), FORWARD
+    exact = next((table[row] for table in rows if row in table), None)
     if exact:
         return exact
     tile_m, budget = (192, 132) if max(width_qk, width_v) <= 64 else (128, 192)

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.mask import Mask
-from ..spec.problem import DENSE, FORWARD, SHORT_KEYS, Problem
+from ..spec.problem import DENSE, FORWARD, SHORT_KEYS, SMALL_ROWS, Problem
 from . import emulation
 
 HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
@@ -436,6 +436,7 @@ def describe(
         mask=options.mask,
         lse=options.return_lse or needs_grad(q, k, v),
         short=k.shape[1] <= SHORT_KEYS,
+        small=q.shape[0] * q.shape[1] * q.shape[2] <= SMALL_ROWS,
         deterministic=options.deterministic or torch.are_deterministic_algorithms_enabled(),
         ieee_float32=ieee_float32(q.dtype),
         features=options.features,
@@ -446,4 +447,4 @@ def describe(
 def backward_of(problem: Problem, lse_grad: bool) -> Problem:
     """The backward problem that a forward leads to. dout's layout is not known yet, so nothing is said of alignment."""
     short = problem.short and problem.form == DENSE
-    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, short=short, unaligned=())
+    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, short=short, small=False, unaligned=())

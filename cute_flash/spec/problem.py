@@ -7,6 +7,7 @@ from .mask import FULL, Mask
 
 FORWARD, BACKWARD = "forward", "backward"
 SHORT_KEYS = 1024  # up to here a call counts as short
+SMALL_ROWS = 128 * 128  # query rows of all heads and sequences: up to here a call counts as small
 # How sequences lie in the operands, see backend.py.
 DENSE, PACKED, CACHE = "dense", "packed", "cache"
 FEW = (16, 32, 64)  # what the longest of packed sequences is rounded up to where it is that short
@@ -30,6 +31,7 @@ class Problem:
     ieee_float32: bool = True  # float32 matmuls must not round to TF32
     features: frozenset[str] = frozenset()  # options beyond the plain call, by public name such as "softcap"
     short: bool = False  # seqlen_k <= SHORT_KEYS, where another plan may win
+    small: bool = False  # DENSE, FORWARD: batch * heads_q * seqlen_q <= SMALL_ROWS, likewise
     form: str = DENSE
     few_rows: int = 0  # PACKED: no sequence has more query rows, as the caller says; one of FEW, 0 = more or not said
     few_keys: int = 0
@@ -54,6 +56,7 @@ class Problem:
         extras += " lse" if self.lse else ""
         extras += " deterministic" if self.deterministic else ""
         extras += f" keys<={SHORT_KEYS}" if self.short and not self.few_keys else ""
+        extras += f" rows<={SMALL_ROWS}" if self.small else ""
         return (
             f"{self.direction} {self.dtype} head_dim={dims} heads={self.heads_q}/{self.heads_kv} "
             f"{self.mask}{extras} on {self.device}"
