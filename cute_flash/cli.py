@@ -14,7 +14,7 @@ from .runtime import diskcache, dispatch, request, toolchain
 from .spec import device as device_facts
 from .spec import settings
 from .spec.errors import UnsupportedError
-from .spec.problem import BACKWARD, CACHE, DENSE, FORWARD, SHORT_KEYS, Problem
+from .spec.problem import BACKWARD, CACHE, DENSE, FORWARD, SHORT_KEYS, SMALL_ROWS, Problem
 
 Walk = dispatch.Decision | str  # a decision, or the sentence that refused it
 
@@ -100,11 +100,14 @@ def _plain(value: Any) -> Any:
 
 
 def _short(decision: dispatch.Decision, backend: str | None) -> list[str]:
-    """What runs over few keys, where it is another plan: a call is described without its lengths here."""
+    """What runs over few keys or rows, where it is another plan: a call is described without its lengths here."""
     if decision.problem.form != DENSE:
         return []
-    plan = dispatch.choose(replace(decision.problem, short=True), backend).plan
-    return [f"  up to {SHORT_KEYS} keys: {plan}"] if plan != decision.plan else []
+    few = {f"up to {SHORT_KEYS} keys": {"short": True}}
+    if decision.problem.direction == FORWARD:
+        few[f"up to {SMALL_ROWS} query rows of all heads and sequences"] = {"small": True}
+    plans = {words: dispatch.choose(replace(decision.problem, **fields), backend).plan for words, fields in few.items()}
+    return [f"  {words}: {plan}" for words, plan in plans.items() if plan != decision.plan]
 
 
 def _of_a_kind(arguments: argparse.Namespace) -> list[tuple[Walk, list[str]]]:

@@ -102,11 +102,13 @@ def _target(capability: tuple[int, int], sms: int | None) -> Device:
 
 
 def _of_form(which: argparse.Namespace, direction: str) -> Iterator[dict[str, Any]]:
-    """Fields of a Problem that tell kernels of one kind apart. Lengths are beyond SHORT_KEYS or not; most plans are the
-    same, and the backward of packed sequences does not ask."""
+    """Fields of a Problem that tell kernels of one kind apart. Lengths are beyond SHORT_KEYS or not, rows beyond
+    SMALL_ROWS; most plans are the same, and the backward of packed sequences does not ask."""
     asks = which.form == DENSE or direction == FORWARD
     if which.form != CACHE:
         yield from ({"short": short} for short in ((False, True) if asks else (False,)))
+    if which.form == DENSE and direction == FORWARD:
+        yield from ({"short": short, "small": True} for short in (False, True))
     if which.form == PACKED:
         yield from ({"short": asks, "few_rows": few, "few_keys": few} for few in (FEW[0], FEW[-1]))
     if which.form == CACHE:

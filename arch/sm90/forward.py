@@ -69,9 +69,9 @@ class ForwardSm90(ForwardEntry):
         self.walk = Walk(plan, self.units, dtype)
         self.schedule = self.walk.schedule
         self.gives_way = plan.draws and plan.mask.causal and not plan.mask.windowed and not self.packed
-        together = forward_ctas(plan.tile, plan.head_dim, plan.head_dim_v)
         self.options = {"use_pdl": True} if self.packed else {}
-        if self.packed or together > 1:
+        if self.packed or plan.tile.tile_m == 64:  # ptxas ignores setmaxnreg for 256 threads of which it knows no more
+            together = forward_ctas(plan.tile, plan.head_dim, plan.head_dim_v)
             self.options |= {"min_blocks_per_mp": together, "preferred_smem_carveout": 100}
 
     def run(self, tensors: tuple, lse: cute.Tensor | None, numbers: tuple, counter: cute.Tensor | None, stream):

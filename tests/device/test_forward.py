@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import cute_flash
+from cute_flash.arch.sm90 import tiles
+from cute_flash.spec import settings
 from tests import cases, oracle
 from tests.device.gpu import BACKENDS, CAPABILITY, DEVICE, SPECIAL, judge_forward, runner
 from tests.runner import ALLOWED_RATIO, HALF_ULP
@@ -51,6 +53,15 @@ def check(case, backend, ratios, floor: float = 0.0) -> None:
 @pytest.mark.parametrize(("case", "backend"), main_grid())
 def test_main_grid(case, backend, ratios):
     check(case, backend, ratios)
+
+
+@pytest.mark.skipif("sm90" not in SPECIAL, reason="plans of few query rows are Hopper's")
+@pytest.mark.parametrize("case", [case for case in cases.thin_cases() if case.causal], ids=str)
+def test_causal_plans_of_many_query_rows(case, ratios, monkeypatch):
+    """These cases have few, and so tiles of 64 rows above."""
+    monkeypatch.setattr(tiles, "small", lambda problem: False)
+    with settings.override():  # calls that are remembered had another plan
+        check(case, "sm90", ratios)
 
 
 @pytest.mark.parametrize(("case", "backend"), pairs(cases.odd_dim_cases(), BACKENDS))

@@ -25,7 +25,7 @@ def test_the_walk_reads_from_top_to_bottom(simulated):
     assert isinstance(decision, Decision)
     lines = str(decision).splitlines()
     problem, device = (
-        "forward bfloat16 head_dim=64 heads=4/2 causal lse keys<=1024",
+        "forward bfloat16 head_dim=64 heads=4/2 causal lse keys<=1024 rows<=16384",
         "simulated 9.0 (cuda:0, capability 9.0)",
     )
     assert lines[0] == f"{problem} on {device}"
