@@ -119,6 +119,17 @@ def test_explain_names_the_plan_of_short_sequences_where_there_is_one(capsys):
     )
 
 
+def test_explain_names_the_plan_of_few_query_rows_where_there_is_one(capsys):
+    command = ["explain", "--capability", "9.0", "--head-dim", "128"]
+    assert cli.main([*command, "--direction", "forward", "--causal"]) == 0
+    *_, small = (line for line in capsys.readouterr().out.splitlines() if "sm90 forward sm_90a" in line)
+    assert (
+        small.startswith("  up to 16384 query rows of all heads and sequences: sm90 forward ") and "tile 64x" in small
+    )
+    assert cli.main(command) == 0
+    assert "query rows" not in capsys.readouterr().out
+
+
 def test_explain_takes_shapes(capsys):
     """As cute_flash.explain of meta tensors says it, one call's own lengths and heads included."""
     shapes = ["2,1,32,128", "2,8192,8,128"]
