@@ -103,10 +103,11 @@ def _short(decision: dispatch.Decision, backend: str | None) -> list[str]:
     """What runs over few keys or rows, where it is another plan: a call is described without its lengths here."""
     if decision.problem.form != DENSE:
         return []
-    few = {f"up to {SHORT_KEYS} keys": {"short": True}}
-    if decision.problem.direction == FORWARD:
-        few[f"up to {SMALL_ROWS} query rows of all heads and sequences"] = {"small": True}
-    plans = {words: dispatch.choose(replace(decision.problem, **fields), backend).plan for words, fields in few.items()}
+    problem = decision.problem
+    few = {f"up to {SHORT_KEYS} keys": replace(problem, short=True)}
+    if problem.direction == FORWARD:
+        few[f"up to {SMALL_ROWS} query rows of all heads and sequences"] = replace(problem, small=True)
+    plans = {words: dispatch.choose(each, backend).plan for words, each in few.items()}
     return [f"  {words}: {plan}" for words, plan in plans.items() if plan != decision.plan]
 
 
