@@ -35,7 +35,16 @@ SPLITS = ("sm90",)
 
 def allowed_ratio(case, backend) -> float:
     flash_splits = case.seqlen_k > 256 and case.batch * case.heads_q * math.ceil(case.seqlen_q / 64) < 256
-    return UNSPLIT_RATIO if flash_splits and backend not in SPLITS else ALLOWED_RATIO
+    return UNSPLIT_RATIO if flash_splits and not (backend in SPLITS and splits(case, backend)) else ALLOWED_RATIO
+
+
+def splits(case, backend) -> bool:
+    shapes = (
+        (case.batch, case.seqlen_q, case.heads_q, case.head_dim),
+        *((case.batch, case.seqlen_k, case.heads_kv, dim) for dim in (case.head_dim, case.head_dim_v)),
+    )
+    q, k, v = (torch.empty(shape, dtype=case.torch_dtype, device="meta") for shape in shapes)
+    return bool(cute_flash.explain(q, k, v, causal=case.causal, backend=backend).sharing)
 
 
 def check(case, backend, ratios, floor: float = 0.0) -> None:
