@@ -24,11 +24,11 @@ def attention_kvcache(q: torch.Tensor, cache: Cache, options: Options, splits: t
     caches.check(q, cache)
     num_splits, batch_invariant = splits[0], caches.check_splits(*splits)
     q, words = ops.words_of(q, options)
-    lse, *tables = options.return_lse, *cache
+    lse = options.return_lse
+    tables: tuple[torch.Tensor | None, ...] = cache
+    operator = torch.ops.cute_flash.attention_kvcache_append
     if cache.k_new is None:
-        del tables[-2:]
-    name = "attention_kvcache" if cache.k_new is None else "attention_kvcache_append"
-    operator = getattr(torch.ops.cute_flash, name)
+        tables, operator = cache[:5], torch.ops.cute_flash.attention_kvcache
     out, lse_out = operator(q, *tables, num_splits, batch_invariant, lse, *words)
     return (out, lse_out) if lse else out
 
