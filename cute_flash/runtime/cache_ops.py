@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import autograd, caches, ops, request
+from . import autograd, caches, flops, ops, request
 from .caches import Cache, CacheCall
 from .ops import Words
 from .request import Options
@@ -81,6 +81,8 @@ def _register() -> ops.Library:
     written = f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {tables}, Tensor k_new, Tensor v_new"
     ops.define(library, read, _forward, _fake_forward)
     ops.define(library, f"attention_kvcache_append({written}, {rest}", _append_forward, _fake_append_forward)
+    for name in ("attention_kvcache", "attention_kvcache_append"):
+        flops.register(name, flops.cached, flops.FORWARD)
     return library
 
 
