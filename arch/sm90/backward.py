@@ -187,7 +187,7 @@ class BackwardSm90(PlainEntry):
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=self.makes_dq,
+            use_pdl=not self.tile.votes,
         )
 
     @cute.kernel
@@ -225,9 +225,10 @@ class BackwardSm90(PlainEntry):
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
-            if cutlass.const_expr(makes_dq):
-                cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_wait()
             if warp_index == LOAD_WARP:
+                if cutlass.const_expr(not makes_dq):
+                    cute.arch.griddepcontrol_launch_dependents()  # it reads what was waited for alone: see dq.py
                 self.load_role(pipes, units, (sources, zeroing), (rooms, s_rows), sizes)
             else:
                 if cutlass.const_expr(makes_dq):

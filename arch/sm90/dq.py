@@ -2,6 +2,9 @@
 
 S and dP are computed once more (dkdv.py has them too); dS is the A operand of dQ += dS K without leaving the registers,
 and dQ stays in them until the end.
+
+Nothing here comes from the kernel for dK and dV but what that one has waited for before it lets this one start: CTAs
+take a multiprocessor as soon as the other kernel leaves it.
 """
 
 from typing import NamedTuple
@@ -67,6 +70,7 @@ class QueryGradientsSm90:
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.holds, self.skips = dtype, plan.tile.ahead > 0, plan.tile.skips
+        self.overlaps = not plan.tile.votes
         self.schedule = backward_schedule(self.tile.tile_m // ROWS_PER_WARPGROUP)
 
     def scores_mma(self) -> cute.TiledMma:
@@ -91,6 +95,7 @@ class QueryGradientsSm90:
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.overlaps,
         )
 
     def count(self, sizes: Sizes) -> Int32:
@@ -140,6 +145,7 @@ class QueryGradientsSm90:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp_index == 0:
                 self.load_role((pipes, ring), sources, rooms, scratch.counters, sizes)
+                cute.arch.griddepcontrol_wait()  # whoever waits for this kernel waits for the one before, too
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             first = (warp_index // 4 - 1) * WARPGROUP

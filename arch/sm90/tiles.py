@@ -357,7 +357,11 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     if plan.variant == APART:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
-        return replace(plan, tile=Tile(64, 64, stages=2)), *others
+        return replace(plan, tile=replace(plan.tile, votes=True)), replace(plan, tile=Tile(64, 64, stages=2)), *others
+    if plan.deterministic:
+        early = replace(plan, tile=replace(plan.tile, early=not plan.tile.early))
+        any_order = replace(plan, tile=replace(plan.tile, early=plan.head_dim == 96), deterministic=False)
+        return (early, any_order) if plan.head_dim == 96 else (replace(plan, deterministic=False),)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
     if plan.head_dim == plan.head_dim_v == 128 and plan.plain:
         rows = (64, TALL_TILE.tile_m)
