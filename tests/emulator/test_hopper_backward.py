@@ -53,6 +53,7 @@ CELLS = (
     cell(64, (300, 400), window=(70, 30), deterministic=True),  # a query tile's first key tile is not 0
     cell(128, (65, 200), heads=(2, 1), deterministic=True),
     cell(96, (129, 200), causal=True, heads=(2, 1), deterministic=True),  # the second key tile starts further on
+    cell(96, (200, 70), causal=True, deterministic=True),  # two query tiles that nobody adds to
     cell(64, (130, 200), heads=(6, 3), batch=2),  # zeros for later heads
     cell(256, (65, 65), causal=True),
     cell(256, (129, 63), heads=(2, 1)),
