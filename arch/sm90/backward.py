@@ -21,20 +21,27 @@ from cute_flash.spec.problem import PACKED
 
 from ..common import delta
 from ..common.entry import BoundedEntry, PackedBoundedEntry, PackedEntry, PlainEntry
-from ..common.keyunits import Unit, ahead_of, first_stop, next_stop, turn_of, unit_count
+from ..common.keyunits import Unit, ahead_of, first_stop, next_stop, unit_count
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
-from ..common.turns import pass_on
 from ..common.ragged import slots_of
 from .epilogue import store_direct
 from .grad import convert, zeros
-from .grad.epilogue import add_dq, add_dq_in_turn, hand_over_dq, offer_room
+from .grad.epilogue import add_unit, add_unit_in_turn, hand_over_dq
 from .grad.load import Feed, Sources, feed_unit, prefetch_descriptors, sources_of, tile_copy
 from .grad.mask import mask_transposed
 from .grad.memory import backward_layouts, rooms_of, storage_of, zeros_of
 from .grad.mma import Accumulators, BackwardMmas, as_operand, issue, make_accumulators, make_operands
-from .grad.pipeline import DQ_FULL, DS_STORED, BackwardPipelines, as_words, backward_states, hold, in_turn_full
-from .grad.pipeline import open_backward
+from .grad.pipeline import (
+    DQ_FULL,
+    DS_STORED,
+    BackwardPipelines,
+    as_words,
+    backward_states,
+    hold,
+    in_turn_full,
+    open_backward,
+)
 from .grad.queue import announce, draw, open_units, receive, unit_states
 from .grad.schedule import ADDERS, FIRST_ADD_WARP, LOAD_WARP, ZERO_WARP, backward_schedule
 from .grad.units import KeyUnits, PackedKeyUnits
@@ -303,55 +310,13 @@ class BackwardSm90(PlainEntry):
             seqlen_q, seqlen_k = self.units.seqlens(unit, (sizes.seqlen_q, sizes.seqlen_k))
             own = sizes._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
             if cutlass.const_expr(self.in_turn):
-                first, owed = self.add_unit_in_turn(s_dq, (scratch, unit), (adder, first, owed), own)
+                origin, jobs = (scratch, unit, own), (adder, first, owed)
+                first, owed = add_unit_in_turn(s_dq, origin, jobs, self.tile, self.mask)
             else:
                 if cutlass.const_expr(self.units.zeroes):
                     zeros.wait_zeroed(zeroing, unit)
-                self.add_unit(s_dq, (scratch, unit), adder)
+                add_unit(s_dq, scratch, unit, adder)
             ticket, ticket_state = receive(ring, ticket_state)
-
-    @cute.jit
-    def add_unit(self, s_dq: cute.Tensor, origin: tuple, part: Int32):
-        """A part of dQ of every query tile of a unit. `origin`: (scratch, unit)."""
-        scratch, unit = origin
-        stop = first_stop(unit, False)
-        for _ in cutlass.range(unit.tiles.count * unit.group, unroll=1):
-            sums = self.sums_of(scratch, unit, stop, s_dq)
-            stop = next_stop(stop, unit, False)
-            offer_room(part)
-            add_dq(s_dq, sums, part, DQ_FULL + part)
-
-    @cute.jit
-    def add_unit_in_turn(self, s_dq: cute.Tensor, origin: tuple, mine: tuple, sizes: Sizes) -> tuple:
-        """`mine`: (adder, the unit's first job, a part whose room is to be offered or -1); `sizes`: of the unit's
-        sequence. -> the last two for the next unit"""
-        scratch, unit = origin
-        adder, job, owed = mine
-        parts, left, stop = self.mmas.dq_parts, unit.tiles.count * unit.group, first_stop(unit, True)
-        if left > 0 and owed >= 0:
-            offer_room(owed)
-            owed = Int32(-1)
-        for _ in cutlass.range(left, unroll=1):
-            left -= 1
-            for part in cutlass.range_constexpr(parts):
-                if job % ADDERS == adder:
-                    turns = scratch.turns[None, stop[0], unit.head_first + stop[1], unit.batch]
-                    now = turns, turn_of(unit, stop[0], sizes, self.tile, self.mask)
-                    sums = self.sums_of(scratch, unit, stop, s_dq)
-                    add_dq_in_turn(s_dq, sums, Int32(part), in_turn_full(job, parts), now)
-                    if left > 0:
-                        offer_room(Int32(part))
-                    else:
-                        owed = Int32(part)
-                    pass_on(turns, Int32(part))
-                job += 1
-            stop = next_stop(stop, unit, True)
-        return job, owed
-
-    def sums_of(self, scratch: delta.Scratch, unit: Unit, stop: tuple, s_dq: cute.Tensor) -> cute.Tensor:
-        """(elements, parts) of a query tile."""
-        tile = scratch.dq[None, stop[0], unit.head_first + stop[1], unit.batch]
-        return cute.make_tensor(tile.iterator, s_dq.layout)
 
     @cute.jit
     def zero_role(self, zeroing: zeros.Zeroing, storage: cutlass.Constexpr, ring: tuple):

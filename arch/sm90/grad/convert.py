@@ -33,7 +33,8 @@ def _convert(source: tuple, dq: cute.Tensor, at: tuple, tile: Int32, scale: Floa
         cute.autovec_copy(mine[None, chunk], values[None, chunk])
     values.store(values.load() * scale)
     if cutlass.const_expr(turns is not None):
-        if turns[part, slot, head, batch] == 0:
+        added = turns[part, slot, head, batch]
+        if added == 0:
             values.fill(0.0)
     rows = dq[batch, None, head, None]
     if cutlass.const_expr(turned):

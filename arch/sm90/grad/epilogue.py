@@ -4,10 +4,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...common.turns import wait_for
+from ...common.delta import Scratch
+from ...common.keyunits import Unit, first_stop, next_stop, turn_of
+from ...common.turns import pass_on, wait_for
 from ..schedule import WARPGROUP
 from .memory import dq_chunks
-from .pipeline import DQ_EMPTY, DQ_THREADS
+from .pipeline import DQ_EMPTY, DQ_FULL, DQ_THREADS, in_turn_full
+from .schedule import ADDERS
 
 
 @cute.jit
@@ -55,10 +58,53 @@ def add_dq(parts: cute.Tensor, sums: cute.Tensor, group: Int32, full: Int32, add
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
+def _sums(scratch: Scratch, unit: Unit, stop: tuple, parts: cute.Tensor) -> cute.Tensor:
+    """(elements, parts) of a query tile."""
+    tile = scratch.dq[None, stop[0], unit.head_first + stop[1], unit.batch]
+    return cute.make_tensor(tile.iterator, parts.layout)
+
+
 @cute.jit
-def add_dq_in_turn(parts: cute.Tensor, sums: cute.Tensor, group: Int32, full: Int32, now: tuple):
-    """The same once it is its turn; who comes first stores. The caller tells the next by pass_on, when it has offered
-    the room: the matmuls do not wait for that. `now`: (turns, turn), see common/turns.py."""
-    turns, turn = now
-    wait_for(turns, group, turn, Int32(-1))
-    add_dq(parts, sums, group, full, turn > 0)
+def add_unit(parts: cute.Tensor, scratch: Scratch, unit: Unit, part: Int32):
+    """One warp, a part of dQ of every query tile of a unit. parts: as add_dq has it."""
+    stop = first_stop(unit, False)
+    for _ in cutlass.range(unit.tiles.count * unit.group, unroll=1):
+        sums = _sums(scratch, unit, stop, parts)
+        stop = next_stop(stop, unit, False)
+        offer_room(part)
+        add_dq(parts, sums, part, DQ_FULL + part)
+
+
+@cute.jit
+def add_unit_in_turn(
+    parts: cute.Tensor, origin: tuple, jobs: tuple, tile: cutlass.Constexpr, mask: cutlass.Constexpr
+) -> tuple:
+    """One warp of ADDERS, every so-manyth part of a unit's dQ, each when it is its turn; who comes first stores. The
+    room is offered again while the addition is on its way: the matmuls do not wait for that.
+
+    `origin`: (scratch, unit, sizes of its sequence); `jobs`: (which warp, the unit's first job, a part whose room it is
+    to offer or -1). -> the last two for the next unit
+    """
+    scratch, unit, sizes = origin
+    adder, job, owed = jobs
+    count, left, stop = cute.size(parts, mode=[1]), unit.tiles.count * unit.group, first_stop(unit, True)
+    if left > 0 and owed >= 0:
+        offer_room(owed)
+        owed = Int32(-1)
+    for _ in cutlass.range(left, unroll=1):
+        left -= 1
+        for part in cutlass.range_constexpr(count):
+            if job % ADDERS == adder:
+                turns = scratch.turns[None, stop[0], unit.head_first + stop[1], unit.batch]
+                turn = turn_of(unit, stop[0], sizes, tile, mask)
+                wait_for(turns, Int32(part), turn)
+                sums = _sums(scratch, unit, stop, parts)
+                add_dq(parts, sums, Int32(part), in_turn_full(job, count), turn > 0)
+                if left > 0:
+                    offer_room(Int32(part))
+                else:
+                    owed = Int32(part)
+                pass_on(turns, Int32(part))
+            job += 1
+        stop = next_stop(stop, unit, True)
+    return job, owed
