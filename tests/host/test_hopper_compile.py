@@ -100,7 +100,10 @@ EVERY_BACKWARD = list(
     | dict.fromkeys(
         backward(dims, mask, *features, deterministic=True, short=short)
         for dims, mask, features, short in itertools.product(
-            [(192, 192), (192, 128)], (FULL, CAUSAL, WINDOW), ((), ("softcap",)), (False, True)
+            [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128)],
+            (FULL, CAUSAL, WINDOW),
+            ((), ("softcap",)),
+            (False, True),
         )
     )
     | dict.fromkeys(
