@@ -194,7 +194,7 @@ class BackwardSm90(PlainEntry):
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=not self.tile.votes,
+            use_pdl=True,
         )
 
     @cute.kernel

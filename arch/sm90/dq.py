@@ -70,7 +70,6 @@ class QueryGradientsSm90:
         self.width_qk, self.width_v = plan.head_dim, plan.head_dim_v
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype, self.holds, self.skips = dtype, plan.tile.ahead > 0, plan.tile.skips
-        self.overlaps = not plan.tile.votes
         self.schedule = backward_schedule(self.tile.tile_m // ROWS_PER_WARPGROUP)
 
     def scores_mma(self) -> cute.TiledMma:
@@ -95,7 +94,7 @@ class QueryGradientsSm90:
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=self.overlaps,
+            use_pdl=True,
         )
 
     def count(self, sizes: Sizes) -> Int32:

@@ -69,6 +69,7 @@ CELLS = (
     cell((192, 128), (129, 193), causal=True, deterministic=True),
     cell((192, 128), (129, 193), causal=True, short=True),
     cell(192, (65, 130), heads=(2, 1), window=(50, 9), short=True),
+    cell(192, (65, 200), short=True, deterministic=True),  # three key tiles
     cell(160, (130, 193), causal=True, heads=(4, 2), deterministic=True),
     cell((40, 136), (70, 70), softcap=5.0, lse_grad=True),
 )
