@@ -285,8 +285,8 @@ def _waits(problem: Problem, tile: Tile) -> Tile:
     causal S=1024 368 368 365 363 356, 4096 529 532 540 534 501, 16384 584 590 602 595 549, full 1024 478 483 489 483
     455, 16384 589 575 616 596 569; d=96 causal 512 216 215 214 213 213, 16384 527 548 530 479 496, full 4096 556 574
     508 501 495. d=64, neither / LSE early / half / all: causal 1024 349 344 340 339, 4096 498 484 478 473, full 16384
-    533 526 517 519. In turn at d=96, neither / early (commit 1d69293): causal 4096 498 508, 16384 551 564, full 4096 525
-    532, 16384 533 545.
+    533 526 517 519. In turn at d=96, neither / early (commit 1d69293): causal 4096 498 508, 16384 551 564, full 4096
+    525 532, 16384 533 545.
     """
     full_width = width(problem.head_dim) == width(problem.head_dim_v) == FUSED_WIDTH
     if tile.tile_m == 128:
