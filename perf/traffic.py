@@ -159,7 +159,7 @@ def _calls(point: Point, device: Any) -> dict[str, Callable[[], Any]]:
 
 
 def child(first: int, time_limit: float) -> None:
-    """Under the profiler: every contestant once at every point from `first` on, a mark before each; prints the order."""
+    """Under the profiler: every contestant once at each point from `first` on, a mark before each; prints the order."""
     import torch
 
     start = time.perf_counter()
