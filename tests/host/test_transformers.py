@@ -382,17 +382,6 @@ def test_masks_without_such_a_form_are_refused(call, sentence):
         call()
 
 
-def test_padding_under_another_default_device():
-    """As after torch.set_default_device("cuda"), where spans stay on the CPU all the same."""
-    q, k, v = (torch.randn(2, 5, 2, 16) for _ in range(3))
-    real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=torch.bool)
-    expected = runs.attend(q, k, v, spans(attention_mask=real), None, None)
-    with torch.device("meta"):
-        found = spans(attention_mask=real)
-        assert found.device.type == "cpu"
-        assert torch.equal(runs.attend(q, k, v, found, None, None), expected)
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
