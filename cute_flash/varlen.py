@@ -17,6 +17,7 @@ _warm: dict[tuple[Any, ...], Call] = {}
 
 _is_grad_enabled = torch.is_grad_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
+_modes = torch._C._len_torch_dispatch_stack  # with none, nobody records; under torch.jit.trace sizes are in no key
 _torch_deterministic = torch.are_deterministic_algorithms_enabled
 _float32 = torch.float32
 
@@ -93,6 +94,7 @@ def attention_varlen(
         call is not None
         and total_k == total_v and heads_k == heads_v and head_dim == head_dim_k
         and total_q and total_k and not lazy and forward_ad._current_level < 0 and not _functorch_active()
+        and not (_modes() and request.is_recorded())
         and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
         and (causal is False or causal is True) and (return_lse is False or return_lse is True)
         and (deterministic is False or deterministic is True)

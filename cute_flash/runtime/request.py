@@ -208,14 +208,28 @@ def check_options(
 _PLAIN = torch.Tensor.__torch_dispatch__
 
 
-def is_traced(*tensors: Any) -> bool:
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+
+
+def is_recorded() -> bool:
+    """Does torch.jit.trace or make_fx write down what runs? They see torch's operators, and of our kernels nothing but
+    the empty outputs."""
+    return torch._C._get_tracing_state() is not None or torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+def is_stand_in(*tensors: Any) -> bool:
     """Do these stand for tensors that a graph will be run on later?"""
     return any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in tensors)
 
 
+def is_traced(*tensors: Any) -> bool:
+    """Is a graph being made of a call with these?"""
+    return is_stand_in(*tensors) or is_recorded()
+
+
 def has_no_memory(tensor: torch.Tensor) -> bool:
     """Is this a wrapper around tensors (DTensor)? Its data pointer is null, and a kernel would follow it."""
-    return type(tensor).__torch_dispatch__ is not _PLAIN and not is_traced(tensor) and not tensor.is_nested
+    return type(tensor).__torch_dispatch__ is not _PLAIN and not is_stand_in(tensor) and not tensor.is_nested
 
 
 SHAPES = {4: "4-D (batch, seqlen, heads, dim)", 3: "3-D (total, heads, dim)"}
