@@ -92,9 +92,8 @@ def attention_varlen(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if (
         call is not None
-        and total_k == total_v and heads_k == heads_v and head_dim == head_dim_k
-        and total_q and total_k and not lazy and forward_ad._current_level < 0 and not _functorch_active()
-        and not (_modes() and request.is_recorded())
+        and total_k == total_v and heads_k == heads_v and head_dim == head_dim_k and total_q and total_k and not lazy
+        and forward_ad._current_level < 0 and not _functorch_active() and not (_modes() and request.is_recorded())
         and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
         and (causal is False or causal is True) and (return_lse is False or return_lse is True)
         and (deterministic is False or deterministic is True)
