@@ -15,7 +15,7 @@ from .memory import DYNAMIC_BASE, HostMemory, SharedMemory
 from .order import Order, Shadow
 from .polls import PATIENCE, MemoryWait
 from .ptx import Kernel
-from .registers import LANES, RegisterPool
+from .registers import LANES, RegisterPool, Registers
 from .tmem import Tmem
 from .warp import Warp
 
@@ -211,6 +211,18 @@ class Cluster:
     def live(self) -> list[Warp]:
         return [w for cta in self.ctas for w in cta.warps if not w.done]
 
+    def free(self) -> None:
+        """Let go of its memory, 35 MB for a CTA of 16 warps; registers, which take long to make, serve the next one.
+
+        Warps, CTAs and operations know each other, so that no reference count would fall to zero, and the garbage
+        collector comes late: it knows nothing of the size of arrays."""
+        for cta in self.ctas:
+            for warp in cta.warps:
+                self.launch.spare.append(warp.registers)
+                vars(warp).clear()
+            vars(cta).clear()
+        vars(self).clear()
+
 
 @dataclass
 class Launch:
@@ -237,7 +249,9 @@ class Launch:
         self.steps = 0
         self.queue = self._clusters()
         self.resident: list[Cluster] = []
+        self.exited: list[Cluster] = []  # with operations in flight
         self.taken = 0
+        self.spare: list[Registers] = []  # of warps that are gone
         self.tensor_maps: dict = {}
         self._priority: dict = {}
 
@@ -250,6 +264,13 @@ class Launch:
             raise IllegalInstruction(f"grid {self.grid} is not a multiple of the cluster {self.cluster}")
         return iter([(x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx)])
 
+    def registers(self) -> Registers:
+        """For a new warp, poisoned."""
+        if not self.spare:
+            return Registers(self.program.kernel.counts)
+        self.spare[-1].poison()
+        return self.spare.pop()
+
     def next_cluster(self) -> tuple | None:
         """Take a cluster off the grid: for residency, or for cluster launch control."""
         self.taken += 1
@@ -260,11 +281,27 @@ class Launch:
             self._admit(self.options.resident)
             while self.resident:
                 self._turn()
-                self.resident = [c for c in self.resident if c.live()]
+                self._retire()
                 self._admit(self.options.resident)
             while self.engine.advance(set()):  # stores nobody waited for still land
                 pass
+            self._retire()
         return self.counters
+
+    def _retire(self) -> None:
+        """Clusters without a live warp make room, and are freed once nothing in flight is theirs."""
+        self.exited += [c for c in self.resident if not c.live()]
+        if not self.exited:
+            return
+        self.resident = [c for c in self.resident if c.live()]
+        needed = {op.warp.cta.cluster for op in self.engine.pending}
+        for cluster in self.exited:
+            if cluster not in needed:
+                for cta in cluster.ctas:
+                    for warp in cta.warps:
+                        self._priority.pop(warp, None)
+                cluster.free()
+        self.exited = [c for c in self.exited if c in needed]
 
     def _admit(self, wanted: int) -> bool:
         before = len(self.resident)

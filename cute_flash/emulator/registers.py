@@ -15,13 +15,13 @@ class Registers:
     __slots__ = ("D", "E", "F", "G", "H", "I", "L", "P", "Q", "R", "S", "V", "W", "X", "_arrays")
 
     def __init__(self, counts: dict):
-        pred = np.zeros((counts["P"], LANES), np.bool_)
-        pred[:, 1::2] = True
-        half = np.full((counts["H"], LANES), POISON16, np.uint16)
-        word = np.full((counts["R"], LANES), POISON32, np.uint32)
-        double = np.full((counts["D"], LANES), POISON64, np.uint64)
-        quad = np.full((counts["Q"], 2 * LANES), POISON64, np.uint64)
+        pred = np.empty((counts["P"], LANES), np.bool_)
+        half = np.empty((counts["H"], LANES), np.uint16)
+        word = np.empty((counts["R"], LANES), np.uint32)
+        double = np.empty((counts["D"], LANES), np.uint64)
+        quad = np.empty((counts["Q"], 2 * LANES), np.uint64)
         self._arrays = {"P": pred, "H": half, "R": word, "D": double, "Q": quad}
+        self.poison()
         self.P = list(pred)
         self.H, self.I, self.E = list(half), list(half.view(np.int16)), list(half.view(np.float16))
         self.R, self.S, self.F = list(word), list(word.view(np.int32)), list(word.view(np.float32))
@@ -29,6 +29,11 @@ class Registers:
         self.D, self.L, self.G = list(double), list(double.view(np.int64)), list(double.view(np.float64))
         self.V, self.W = list(double.view(np.float32)), list(double.view(np.uint32))
         self.Q = list(quad)
+
+    def poison(self) -> None:
+        for cls, value in (("P", False), ("H", POISON16), ("R", POISON32), ("D", POISON64), ("Q", POISON64)):
+            self._arrays[cls].fill(value)
+        self._arrays["P"][:, 1::2] = True
 
     def matrix(self, cls: str = "R") -> np.ndarray:
         """All registers of a class as one array (count, 32)."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from .errors import EmulatorError, Race
 from .ptx import Instr
-from .registers import LANES, Registers
+from .registers import LANES
 
 BLOCKED, SPLIT, EXITED = -1, -2, -3
 ALL, NONE = bytes([1] * LANES), bytes(LANES)
@@ -28,7 +28,7 @@ class Warp:
     def __init__(self, cta, index: int, threads: int):
         self.cta, self.index = cta, index
         self.program = cta.program
-        self.registers = Registers(self.program.kernel.counts)
+        self.registers = cta.launch.registers()
         live = np.arange(index * LANES, (index + 1) * LANES) < threads
         self.live = live
         self.full_mask = True if live.all() else live

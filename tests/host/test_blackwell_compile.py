@@ -130,6 +130,50 @@ def test_every_head_dim_has_a_backward_that_fits(head_dim):
         assert sum(shape.makes_dk for shape in shapes) == sum(shape.makes_dv for shape in shapes) == 1
 
 
+def backward_columns(shape: BackwardShape) -> dict[str, range]:
+    """Of tensor memory, of what a kernel makes."""
+    made = {"S": (0, shape.tile.tile_m)}
+    if shape.makes_dv:
+        made["dV"] = (shape.dv_column, shape.width_v)
+    if shape.makes_dk:
+        made |= {"dP": (shape.dp_column, shape.tile.tile_m), "dK": (shape.dk_column, shape.width_qk)}
+        made["dQ"] = (shape.dq_column, shape.dq_columns)
+    return {name: range(start, start + count) for name, (start, count) in made.items()}
+
+
+@pytest.mark.parametrize(
+    "head_dims, columns",
+    [
+        ((64, 64), [{"S": 0, "dP": 128, "dV": 256, "dK": 320, "dQ": 384}]),
+        ((96, 96), [{"S": 0, "dP": 128, "dV": 256, "dK": 352, "dQ": 128}]),
+        ((128, 128), [{"S": 0, "dP": 128, "dV": 256, "dK": 384, "dQ": 128}]),
+        ((192, 128), [{"S": 0, "dP": 64, "dK": 128, "dQ": 384}, {"S": 0, "dV": 64}]),
+        ((256, 256), [{"S": 0, "dP": 64, "dK": 128, "dQ": 384}, {"S": 0, "dV": 64}]),
+    ],
+    ids=str,
+)
+def test_where_the_backward_lies_in_tensor_memory(head_dims, columns):
+    widths = tiles.backward_widths(*head_dims)
+    tile, parts = tiles.backward_tile(*widths), tiles.backward_parts(tiles.backward_variant(*widths))
+    shapes = [BackwardShape(tile, *widths, part) for part in parts]
+    assert [{name: each.start for name, each in backward_columns(shape).items()} for shape in shapes] == columns
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_only_dq_lies_over_something_in_tensor_memory(head_dim):
+    """Over dP, where the columns end before; P and dS, packed, over the first half of their own halves of S and dP."""
+    for head_dim_v in range(8, 257, 8):
+        widths = tiles.backward_widths(head_dim, head_dim_v)
+        for part in tiles.backward_parts(tiles.backward_variant(*widths)):
+            shape = BackwardShape(tiles.backward_tile(*widths), *widths, part)
+            found = backward_columns(shape)
+            assert all(columns.stop <= tiles.TMEM_COLUMNS for columns in found.values())
+            over = {pair for pair in itertools.combinations(sorted(found), 2) if {*found[pair[0]]} & {*found[pair[1]]}}
+            assert over == ({("dP", "dQ")} if shape.makes_dk and not shape.dq_apart else set())
+            if over:
+                assert found["dQ"].stop <= found["dP"].stop and {*found["dQ"]} <= {*found["dP"]}
+
+
 def test_dk_and_dv_too_wide_for_tensor_memory_are_refused():
     with pytest.raises(ValueError, match="exceed 512 columns"):
         BackwardShape(tiles.backward_tile(256, 256), 256, 256)
