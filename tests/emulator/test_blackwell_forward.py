@@ -1,7 +1,7 @@
 """Our Blackwell forward, emulated, against float64: tile edges, masks, windows, softcaps, groups, lengths, head dims,
 splits, hard values.
 
-Every run: half of the cells on one architecture and one cell on the other, each under one schedule, all rotating by
+Every run: a third of the cells on one architecture and one cell on the other, each under one schedule, all rotating by
 day. scripts/test --all: each cell under all its schedules on both; with --emulator-csv
 perf/results/emulator_blackwell_forward.csv, one row a run.
 """
@@ -185,7 +185,7 @@ def runs():
         others_day = ARCHES[turn() % len(ARCHES)] != arch
         for index, cell in enumerate(CELLS):
             ways = schedules_of(arch, cell)
-            way = way_of_today(index, 2, len(ways), every=len(ARCHES))
+            way = way_of_today(index, 3, len(ways), every=len(ARCHES))
             if others_day:
                 way = 0 if index == turn() % len(CELLS) else None
             for number, schedule in enumerate(ways):

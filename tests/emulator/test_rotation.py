@@ -13,8 +13,8 @@ from . import (
 from .gradients import EVERY_DAY
 
 ROTATIONS = {  # (the runs, in how many days, are those that are not late left to --all?)
-    "Blackwell forward": (test_blackwell_forward.runs, 24, False),
-    "Hopper forward": (test_hopper_forward.schedules, 12, False),
+    "Blackwell forward": (test_blackwell_forward.runs, 36, False),
+    "Hopper forward": (test_hopper_forward.schedules, 24, False),
     "Hopper windows": (test_hopper_windows.runs, 6, False),
     "Hopper caches": (lambda: test_hopper_cache.runs(test_hopper_cache.CASES), 6, False),
     "Blackwell backward": (test_blackwell_backward.schedules, 18, True),
