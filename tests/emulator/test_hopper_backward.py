@@ -1,6 +1,6 @@
 """Our Hopper backward, emulated, against float64: tile edges, masks, groups, lengths, head dims, windows, softcaps.
 
-Every run: half of the cases, late, under one of three seeds, rotating by day. scripts/test --all: each under every
+Every run: a third of the cases, late, under one of three seeds, rotating by day. scripts/test --all: each under every
 seed, and in the other modes too.
 """
 
@@ -30,7 +30,7 @@ from .gradients import (
     check_rows_past_the_end,
     gradients,
 )
-from .hopper import ARCH, Schedule, turn
+from .hopper import ARCH, Schedule, way_of_today
 
 # Tiles: 128 queries x 128 keys up to (64, 64), 64 x 128 (128 under a full mask: 80 x 128) up to 128, 64 x 96 from 129
 # to 192 columns; beyond, and where such heads have few keys, 64 x 64 or 64 x 128, and 128 x 64.
@@ -80,8 +80,8 @@ def schedules():
     cells = []
     for index, each in enumerate(CELLS):
         for schedule in SCHEDULES:
-            due = (index + turn()) % 2 == 0 and schedule == EVERY_DAY[(index + turn()) // 2 % len(EVERY_DAY)]
-            marks = [] if due else [pytest.mark.slow]
+            way = way_of_today(index, 3, len(EVERY_DAY))
+            marks = [] if way is not None and schedule == EVERY_DAY[way] else [pytest.mark.slow]
             cells.append(pytest.param(each, schedule, id=f"{each}-{schedule}", marks=marks))
     return cells
 
@@ -187,10 +187,10 @@ def must_be_noticed(each: Cell, module, changes: dict, **knobs) -> None:
     """By some schedule: the emulator objects, or the gradients are wrong. changes: names of the module, and `edit`."""
     patches = {name: value for name, value in changes.items() if name != "edit"}
     edit = changes.get("edit")
+    backend = None if edit else Compiled(sm90.BACKEND)
     for schedule in SCHEDULES:
         try:
             with mock.patch.multiple(module, **patches) if patches else contextlib.nullcontext():
-                backend = None if edit else Compiled(sm90.BACKEND)
                 found, inputs, _ = gradients(each, schedule, backend=backend, edit=edit, **knobs)
         except EmulatorError:
             return
