@@ -12,7 +12,7 @@ from .runtime.launch import Call
 from .runtime.request import SCALE_MAX, SCALE_MIN, Options
 from .spec import device as device_facts
 from .spec import settings
-from .spec.problem import SHORT_KEYS, SMALL_ROWS
+from .spec.problem import SHORT_KEYS, SMALL_ROWS, SMALL_ROWS_FULL
 
 # (what a kernel depends on, shapes and strides left out) -> Call.
 # The types keep out DTensor, FakeTensor and their like: their data pointer is null, and a kernel would follow it.
@@ -82,12 +82,12 @@ def attention(
             batch, seqlen_q, heads_q, head_dim = q.shape
             batch_k, seqlen_k, heads_k, head_dim_k = k.shape
             batch_v, seqlen_v, heads_v, head_dim_v = v.shape
-            dtype, device = q.dtype, q.device
+            dtype, device, few = q.dtype, q.device, SMALL_ROWS if kind else SMALL_ROWS_FULL
             lazy = q.is_neg() or k.is_neg() or v.is_neg()  # DLPack would drop the sign: the cold path makes it real
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             key = (
                 dtype, device, type(q), type(k), type(v), heads_q, heads_k, head_dim, head_dim_v, kind, return_lse,
-                (seqlen_k <= SHORT_KEYS) is True, (batch * heads_q * seqlen_q <= SMALL_ROWS) is True, grad, backend,
+                (seqlen_k <= SHORT_KEYS) is True, (batch * heads_q * seqlen_q <= few) is True, grad, backend,
                 settings.generation, deterministic or _deterministic(), dtype is not _float32 or _float32_kind(device),
             )  # fmt: skip
             call = _warm.get(key)
@@ -184,7 +184,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, arch: str | No
     device = None
     if arch is not None:
         device = device_facts.imagined(device_facts.capability_of(arch), "simulated")
-    elif q.device.type == "meta":
+    elif isinstance(q, torch.Tensor) and q.device.type == "meta":
         device = device_facts.first()
     if any(name in options for name in varlen.LENGTHS):
         return varlen.explain(q, k, v, device, options)

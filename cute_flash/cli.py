@@ -14,7 +14,7 @@ from .runtime import diskcache, dispatch, request, toolchain
 from .spec import device as device_facts
 from .spec import settings
 from .spec.errors import UnsupportedError
-from .spec.problem import BACKWARD, CACHE, DENSE, FORWARD, SHORT_KEYS, SMALL_ROWS, Problem
+from .spec.problem import BACKWARD, CACHE, DENSE, FORWARD, SHORT_KEYS, Problem
 
 Walk = dispatch.Decision | str  # a decision, or the sentence that refused it
 
@@ -106,7 +106,7 @@ def _short(decision: dispatch.Decision, backend: str | None) -> list[str]:
     problem = decision.problem
     few = {f"up to {SHORT_KEYS} keys": replace(problem, short=True)}
     if problem.direction == FORWARD:
-        few[f"up to {SMALL_ROWS} query rows of all heads and sequences"] = replace(problem, small=True)
+        few[f"up to {problem.small_rows} query rows of all heads and sequences"] = replace(problem, small=True)
     plans = {words: dispatch.choose(each, backend).plan for words, each in few.items()}
     return [f"  {words}: {plan}" for words, plan in plans.items() if plan != decision.plan]
 

@@ -22,7 +22,7 @@ from cute_flash import arch
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import Mask
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import BACKWARD, FORWARD, SHORT_KEYS, SMALL_ROWS, Problem
+from cute_flash.spec.problem import BACKWARD, FORWARD, SHORT_KEYS, Problem
 from perf import machine, points
 from scripts import sass
 
@@ -62,8 +62,8 @@ def plan_of(args: argparse.Namespace, point: points.Point) -> tuple[Any, Plan]:
         mask=Mask(left=point.left is not None, right=point.causal, causal=point.causal),
         lse=args.lse or point.direction == "bwd",
         short=args.short or point.seqlen_k <= SHORT_KEYS,
-        small=point.direction == "fwd" and point.rows <= SMALL_ROWS,
     )
+    problem = replace(problem, small=point.direction == "fwd" and point.rows <= problem.small_rows)
     if refusals := backend.refuse(problem):
         raise SystemExit(f"{args.backend} refuses {problem}: {'; '.join(refusals)}")
     plan = backend.plan(problem)

@@ -26,7 +26,7 @@ from cute_flash.runtime import compiler
 from cute_flash.spec.device import Device, describe
 from cute_flash.spec.mask import Mask
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import BACKWARD, FORWARD, SHORT_KEYS, SMALL_ROWS, Problem
+from cute_flash.spec.problem import BACKWARD, FORWARD, SHORT_KEYS, Problem
 from perf import check, points
 from perf.bench import reason
 from perf.series import Inputs, interleave, quantile
@@ -114,8 +114,8 @@ class Bench:
             mask=Mask(left=point.left is not None, right=point.causal, causal=point.causal),
             lse=args.lse or point.direction == "bwd",
             short=point.seqlen_k <= SHORT_KEYS,
-            small=point.direction == "fwd" and point.rows <= SMALL_ROWS,
         )
+        problem = replace(problem, small=point.direction == "fwd" and point.rows <= problem.small_rows)
         if refusals := backend.refuse(problem):
             raise SystemExit(f"{args.backend} refuses {problem}: {'; '.join(refusals)}")
         inputs = Inputs.draw(point, device, seed=0)

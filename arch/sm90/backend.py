@@ -32,7 +32,7 @@ class Sm90Backend:
     def plan(self, problem: Problem) -> Plan:
         """A forward's; a backward's has what the two share and its own tile."""
         softcap, mask = "softcap" in problem.features, problem.mask
-        dims = problem.head_dim, problem.head_dim_v
+        dims, small = (problem.head_dim, problem.head_dim_v), tiles.small(problem)
         forward = Plan(
             backend=self.name,
             direction=problem.direction,
@@ -44,8 +44,8 @@ class Sm90Backend:
             lse=problem.lse,
             softcap=softcap,
             ctas=problem.device.sm_count,
-            draws=tiles.draws(tiles.width(dims[0]), tiles.width(dims[1]), str(mask), problem.short, softcap),
-            tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap, tiles.small(problem)),
+            draws=tiles.draws(tiles.width(dims[0]), tiles.width(dims[1]), str(mask), problem.short or small, softcap),
+            tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap, small),
         )
         if problem.form == CACHE:
             return self._cache_plan(forward, problem)
@@ -65,7 +65,7 @@ class Sm90Backend:
             head_dim=widths[0],
             head_dim_v=widths[1],
             lse_grad=problem.lse_grad,
-            deterministic=problem.deterministic or variant == tiles.APART,
+            deterministic=tiles.adds_in_turn(problem, variant),
             ctas=problem.device.sm_count,
             draws=False,
             tile=tile,
@@ -88,7 +88,11 @@ class Sm90Backend:
 
     def split(self, plan: Plan) -> Plan | None:
         shares = plan.direction == FORWARD and plan.plain and plan.form == DENSE
-        return replace(plan, variant=tiles.SPLIT, draws=False) if shares else None
+        if not shares:
+            return None
+        tile = tiles.split_tile(plan)
+        ctas = plan.ctas // tiles.forward_ctas(plan.tile, plan.head_dim, plan.head_dim_v)
+        return replace(plan, variant=tiles.SPLIT, draws=False, tile=tile, ctas=ctas)
 
     def scratch(self, plan: Plan) -> ScratchRule | TableRule | None:
         if plan.direction == BACKWARD:

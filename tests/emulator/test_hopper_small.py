@@ -1,4 +1,4 @@
-"""Causal calls of few query rows on Hopper, emulated: tiles of 64 rows, one MMA warpgroup a CTA, and splits of them."""
+"""Calls of few query rows on Hopper, emulated: tiles of 64 rows, one MMA warpgroup a CTA."""
 
 import pytest
 
@@ -9,18 +9,20 @@ from ..cases import Case, make_inputs
 from ..runner import Runner
 from .hopper import SCHEDULES, attend, turn
 
-# (head dims, lengths, heads, SMs, CTAs that share a query tile): tile edges both ways, rows without a key, several
-# query tiles a CTA. Neighbours share a kernel.
+# (head dims, lengths, heads, SMs, causal): tile edges both ways, rows without a key, several query tiles a CTA.
+# Neighbours share a kernel.
 CASES = (
-    ((128, 128), (63, 65), (1, 1), 132, 1),
-    ((128, 128), (129, 385), (2, 1), 2, 1),
-    ((128, 128), (193, 64), (1, 1), 1, 1),
-    ((128, 128), (65, 300), (1, 1), 132, 2),
-    ((64, 64), (127, 129), (2, 1), 1, 1),
-    ((96, 96), (64, 257), (1, 1), 132, 1),
-    ((192, 128), (65, 191), (1, 1), 1, 1),
-    ((192, 192), (128, 113), (1, 1), 1, 1),
-    ((256, 256), (65, 161), (1, 1), 1, 1),
+    ((128, 128), (63, 65), (1, 1), 132, True),
+    ((128, 128), (129, 385), (2, 1), 2, True),
+    ((128, 128), (193, 64), (1, 1), 1, True),
+    ((128, 128), (129, 385), (2, 1), 1, False),
+    ((128, 128), (65, 127), (1, 1), 132, False),
+    ((64, 64), (127, 129), (2, 1), 1, True),
+    ((64, 64), (65, 257), (2, 1), 1, False),
+    ((96, 96), (64, 257), (1, 1), 132, True),
+    ((192, 128), (65, 191), (1, 1), 1, True),
+    ((192, 192), (128, 257), (1, 1), 1, True),
+    ((256, 256), (65, 161), (1, 1), 1, True),
 )
 
 
@@ -33,16 +35,15 @@ def due():
 
 @pytest.mark.parametrize("number", due())
 def test_right(number, poisoned_empty):
-    dims, lengths, heads, sms, splits = CASES[number]
-    case = Case(1, *lengths, *heads, *dims, True)
+    dims, lengths, heads, sms, causal = CASES[number]
+    case = Case(1, *lengths, *heads, *dims, causal)
     inputs, schedule = make_inputs(case), SCHEDULES[(number + turn()) % len(SCHEDULES)]
-    answer = attend(inputs, True, splits, sms=sms, small=True, strict_exit=True, **schedule.knobs)
-    assert len(answer.kernels) == (1 if splits == 1 else 2)
-    Runner(inputs.q.device, case.torch_dtype).check(*inputs.qkv, result=(answer.out, answer.lse), causal=True)
+    answer = attend(inputs, causal, 1, sms=sms, small=True, strict_exit=True, **schedule.knobs)
+    Runner(inputs.q.device, case.torch_dtype).check(*inputs.qkv, result=(answer.out, answer.lse), causal=causal)
 
 
 def test_every_row_of_the_table_is_emulated():
-    assert {(*dims, "causal") for dims, *_ in CASES} == set(SMALL)
+    assert {(*dims, "causal" if causal else "full") for dims, *_, causal in CASES} == set(SMALL)
 
 
 def test_less_is_walked_than_by_tiles_of_128_rows():

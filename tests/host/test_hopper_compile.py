@@ -114,7 +114,10 @@ EVERY_BACKWARD = list(
     | dict.fromkeys(
         backward(dims, mask, *features, deterministic=True, short=short)
         for dims, mask, features, short in itertools.product(
-            [(192, 192), (192, 128)], (FULL, CAUSAL, WINDOW), ((), ("softcap",)), (False, True)
+            [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128)],
+            (FULL, CAUSAL, WINDOW),
+            ((), ("softcap",)),
+            (False, True),
         )
     )
     | dict.fromkeys(
@@ -172,7 +175,7 @@ def test_every_cache_has_a_tile_that_fits(head_dim):
         assert 2 * (SMEM_OF_TWO + 1024) == 228 * 1024
 
 
-def test_causal_calls_of_few_query_rows_have_tiles_of_64_where_128_fill_a_gpu_once():
+def test_calls_of_few_query_rows_have_tiles_of_64():
     """tiles.SMALL says with what figures."""
     fields = {"heads_q": 8, "heads_kv": 2, "lse": True}
 
@@ -180,9 +183,13 @@ def test_causal_calls_of_few_query_rows_have_tiles_of_64_where_128_fill_a_gpu_on
         device = Device("cuda", 0, "imagined", (9, 0), sms)
         return BACKEND.plan(Problem(FORWARD, device, "bfloat16", *dims, mask=mask, **fields, **more)).tile.tile_m
 
-    assert {rows(small=True, short=short, dims=dims[:2]) for dims in SMALL for short in (False, True)} == {64}
+    causal = [dims for *dims, mask in SMALL if mask == "causal"]
+    assert {rows(small=True, short=short, dims=dims) for dims in causal for short in (False, True)} == {64}
+    split = BACKEND.split(plan((64, 64), True, small=True))
+    assert (split.tile.tile_m, split.ctas) == (192, 132) and plan((64, 64), True, small=True).ctas == 264
     assert rows(small=True, sms=128) == 64
-    others = [rows(), rows(small=True, sms=127), rows(FULL, small=True), rows(WINDOW, small=True)]
+    assert rows(FULL, small=True) == rows(FULL, small=True, dims=(64, 64)) == 64
+    others = [rows(), rows(small=True, sms=127), rows(FULL, small=True, dims=(256, 256)), rows(WINDOW, small=True)]
     others += [rows(small=True, features=frozenset({"softcap"})), rows(small=True, form=PACKED)]
     assert set(others) == {128}
 
@@ -201,9 +208,15 @@ def test_wide_heads_take_one_kernel_where_it_won():
         backward(dims, mask, deterministic=True) for dims in ((192, 192), (160, 104)) for mask in (FULL, CAUSAL)
     ]
     assert {(each.variant, each.deterministic) for each in repeatable} == {("wide", True)}
-    short = backward((192, 192), FULL, short=True, deterministic=True)
-    assert short.variant == "apart" and short.deterministic
+    assert variant((192, 192), FULL, short=True, deterministic=True) == "wide"
     assert not backward((192, 192), FULL).deterministic
+
+
+def test_long_causal_heads_of_96_add_in_turn_unasked():
+    assert backward((96, 96), CAUSAL).deterministic and backward((72, 80), CAUSAL).deterministic
+    others = [backward((96, 96), CAUSAL, short=True), backward((96, 96), CAUSAL, "softcap"), backward((96, 96), FULL)]
+    others += [backward((64, 96), CAUSAL), backward((128, 128), CAUSAL), backward((192, 192), CAUSAL)]
+    assert not any(each.deterministic for each in others)
 
 
 def test_long_heads_of_128_under_a_full_mask_have_tiles_of_80_queries():
