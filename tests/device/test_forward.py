@@ -65,8 +65,8 @@ def test_main_grid(case, backend, ratios):
 
 
 @pytest.mark.skipif("sm90" not in SPECIAL, reason="plans of few query rows are Hopper's")
-@pytest.mark.parametrize("case", [case for case in cases.thin_cases() if case.causal], ids=str)
-def test_causal_plans_of_many_query_rows(case, ratios, monkeypatch):
+@pytest.mark.parametrize("case", cases.thin_cases(), ids=str)
+def test_plans_of_many_query_rows(case, ratios, monkeypatch):
     """These cases have few, and so tiles of 64 rows above."""
     monkeypatch.setattr(tiles, "small", lambda problem: False)
     with settings.override():  # calls that are remembered had another plan

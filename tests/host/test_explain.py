@@ -180,7 +180,7 @@ class SharingBackend(FakeBackend):
         return replace(plan, variant="packed") if plan.plain else None
 
 
-pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "inputs",
     [
         few_rows(5, 3000),
