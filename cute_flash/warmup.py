@@ -141,7 +141,8 @@ def variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[s
                 skipped.append(f"{problem}: {backend.name} compiles at the first call, nothing to keep ahead")
                 continue
             for split in words.SWITCH[which.split]:
-                found = (backend.split(decision.plan), backend.pack(decision.plan)) if split else (decision.plan,)
+                shared = None if problem.short else backend.split(decision.plan)  # nobody splits so few keys
+                found = (shared, backend.pack(decision.plan)) if split else (decision.plan,)
                 plans.update({plan: backend for plan in found if plan is not None})
     return plans, list(dict.fromkeys(skipped))
 

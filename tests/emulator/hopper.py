@@ -16,7 +16,8 @@ from cute_flash.emulator.counters import Counters
 from cute_flash.runtime import compiler, request
 from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
-from cute_flash.spec.splits import SplitRule
+from cute_flash.spec import splits as split_rules
+from cute_flash.spec.splits import SPLIT_KEYS, SplitRule
 
 from ..cases import Inputs
 
@@ -111,6 +112,7 @@ def attend(
             enter(mock.patch.object(SplitRule, "count", lambda *_: splits))
         enter(mock.patch.dict(device_facts._SM_COUNTS, {device_facts.ARCHES[arch]: sms}))
         enter(mock.patch.object(tiles, "small", lambda problem: small))
+        enter(mock.patch.object(split_rules, "WHOLE_KEYS", SPLIT_KEYS))  # few keys are shared out as many are
         if long:
             for module in (api, request):  # the warm key and the problem
                 enter(mock.patch.object(module, "SHORT_KEYS", 0))

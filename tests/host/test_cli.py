@@ -108,7 +108,7 @@ def test_explain_takes_packed_sequences_and_caches(capsys):
 def test_explain_names_the_plan_of_short_sequences_where_there_is_one(capsys):
     command = ["explain", "--capability", "9.0", "--direction", "forward", "--head-dim"]
     assert cli.main([*command, "64"]) == 0
-    ordinary, short = (line for line in capsys.readouterr().out.splitlines() if "sm90 forward sm_90a" in line)
+    ordinary, short, _ = (line for line in capsys.readouterr().out.splitlines() if "sm90 forward sm_90a" in line)
     assert short.startswith("  up to 1024 keys: sm90 forward ") and short.split(": ")[1] != ordinary.split(": ")[1]
     assert cli.main([*command, "128"]) == 0
     assert "up to 1024 keys" not in capsys.readouterr().out
@@ -127,6 +127,8 @@ def test_explain_names_the_plan_of_few_query_rows_where_there_is_one(capsys):
         small.startswith("  up to 16384 query rows of all heads and sequences: sm90 forward ") and "tile 64x" in small
     )
     assert cli.main(command) == 0
+    assert "  up to 8192 query rows of all heads and sequences: sm90 forward " in capsys.readouterr().out
+    assert cli.main([*command[:-1], "256"]) == 0
     assert "query rows" not in capsys.readouterr().out
 
 
@@ -257,7 +259,8 @@ def test_warmup_compiles_what_few_query_rows_run_too():
         plans, _ = warmup.variants(cli.parser().parse_args([*command, *more]))
         return [plan.variant for plan in plans]
 
-    assert variants() == ["", "split"] and variants("--split", "no") == [""] and variants("--split", "yes") == ["split"]
+    assert sorted(variants()) == ["", "", "split"]  # tiles of 128 rows, and of 64 for few rows of all sequences
+    assert variants("--split", "no") == ["", ""] and variants("--split", "yes") == ["split"]
 
 
 def test_warmup_compiles_what_serving_calls():
