@@ -13,7 +13,7 @@ import torch
 
 from cute_flash.arch.common import order
 from cute_flash.arch.sm90 import backend as sm90
-from cute_flash.arch.sm90 import backward, backward_wide, dq
+from cute_flash.arch.sm90 import backward_wide, dq
 from cute_flash.arch.sm90.grad import epilogue, zeros
 from cute_flash.emulator.errors import Deadlock, EmulatorError
 
@@ -142,7 +142,7 @@ def test_turns_that_do_not_follow_the_order_of_drawing_never_come():
     """By keys, while the last are drawn first: with one CTA at a time the first unit waits for a later one."""
     in_turn(gradients, IN_TURN[1], SCHEDULES[3], resident=1)
     with (
-        mock.patch.object(backward, "turn_of", lambda unit, *_: unit.key_block),
+        mock.patch.object(epilogue, "turn_of", lambda unit, *_: unit.key_block),
         pytest.raises(Deadlock, match="polls"),
     ):
         in_turn(gradients, IN_TURN[1], SCHEDULES[3], backend=Compiled(sm90.BACKEND), resident=1)
