@@ -28,8 +28,8 @@ TRAFFIC_WORDS = (
     "A query tile reads Q once and every key tile that its rows may see, and memory sees little more than Q, K, V and "
     "O once: the rest is L2's. What SMs receive is what the model says. Where CTAs run abreast, as under a full mask, "
     "the L2 itself counts fewer reads: it serves several SMs with one. Under a causal mask CTAs drift apart, and it "
-    "counts what SMs receive. What was written last may still lie in L2 at the end. Standard attention writes S and P to "
-    "memory and reads both."
+    "counts what SMs receive. What was written last may still lie in L2 at the end. Standard attention writes S and P "
+    "to memory and reads both."
 )
 STYLE = """
 :root{color-scheme:light}
