@@ -229,16 +229,6 @@ def accuracy(results: Path) -> str:
         "Relative error ||out - exact|| / ||exact|| of the outputs that were timed, against a dense reference in "
         "float32 or float64. Rounding the exact result to bfloat16 alone costs about 1.7e-3."
     ) + table(["contestant", "points", "geometric mean", "largest"], rows)
-    ratios = read(results / "device_error_ratios.csv")
-    cells = [
-        [f"{r['pass']} {r['backend']} {r['dtype']}", r["head_dim"], r["full_vs_flash"], r["causal_vs_flash"]]
-        for r in ratios if r["backend"] in ("sm90", "triton") and r["head_dim"] in ("64", "128", "256")
-    ]  # fmt: skip
-    if cells:
-        first += paragraph(
-            "Error over that of SDPA's flash kernel on the same inputs, both against float64: 1 is equal, below 1 is "
-            "more exact."
-        ) + folded("error ratios on a GPU", table(["kernel", "head_dim", "full", "causal"], cells))
     return first + _gradient_errors(read(results / "gradient_errors.csv"))
 
 
