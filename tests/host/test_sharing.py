@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_flash import attention, attention_varlen
+from cute_flash import attention, attention_varlen, explain
 from cute_flash.spec import settings
 from cute_flash.spec.plan import Tile
 from cute_flash.spec.problem import BACKWARD, PACKED
@@ -74,3 +74,11 @@ def test_packed_sequences_have_scratch_for_each_of_them(backends):
 
 def test_a_share_of_a_cache_may_be_the_last_and_short():
     assert [cache_splits(1, n * CACHE_SPLIT_KEYS + 1, 264) for n in (0, 3)] == [1, 4]
+
+
+@pytest.mark.parametrize(("rows", "few"), [(1, 8), (4, 8), (5, 16), (32, 64), (33, 0)])
+def test_query_rows_over_a_cache_are_rounded_up(rows, few):
+    """Two heads of a group make two rows of a token."""
+    q, k = (torch.zeros(1, n, heads, 16) for n, heads in ((rows, 4), (8, 2)))
+    found = explain(q, k, k, cache_seqlens=torch.zeros(1, dtype=torch.int32), causal=True)
+    assert found.problem.few_rows == few
