@@ -54,6 +54,7 @@ CELLS = (
     cell(64, (300, 400), window=(70, 30), deterministic=True),  # a query tile's first key tile is not 0
     cell(128, (65, 200), heads=(2, 1), deterministic=True),
     cell(96, (129, 200), causal=True, heads=(2, 1), deterministic=True),  # the second key tile starts further on
+    cell(96, (200, 70), causal=True, deterministic=True),  # two query tiles that nobody adds to
     cell(64, (130, 200), heads=(6, 3), batch=2),  # zeros for later heads
     cell(256, (65, 65), causal=True),
     cell(256, (129, 63), heads=(2, 1)),
@@ -69,6 +70,7 @@ CELLS = (
     cell((192, 128), (129, 193), causal=True, deterministic=True),
     cell((192, 128), (129, 193), causal=True, short=True),
     cell(192, (65, 130), heads=(2, 1), window=(50, 9), short=True),
+    cell(192, (65, 200), short=True, deterministic=True),  # three key tiles
     cell(160, (130, 193), causal=True, heads=(4, 2), deterministic=True),
     cell((40, 136), (70, 70), softcap=5.0, lse_grad=True),
 )
