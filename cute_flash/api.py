@@ -12,7 +12,7 @@ from .runtime.launch import Call
 from .runtime.request import SCALE_MAX, SCALE_MIN, Options
 from .spec import device as device_facts
 from .spec import settings
-from .spec.problem import SHORT_KEYS
+from .spec.problem import SHORT_KEYS, SMALL_ROWS, SMALL_ROWS_FULL
 
 # (what a kernel depends on, shapes and strides left out) -> Call.
 # The types keep out DTensor, FakeTensor and their like: their data pointer is null, and a kernel would follow it.
@@ -23,8 +23,8 @@ _is_grad_enabled = torch.is_grad_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
 _modes = request.modes
 _apply = autograd.apply
-_torch_deterministic = torch.are_deterministic_algorithms_enabled
-_float32 = torch.float32
+_deterministic = torch.are_deterministic_algorithms_enabled
+_float32, _float32_kind = torch.float32, request.float32_kind
 
 
 def attention(
@@ -82,13 +82,13 @@ def attention(
             batch, seqlen_q, heads_q, head_dim = q.shape
             batch_k, seqlen_k, heads_k, head_dim_k = k.shape
             batch_v, seqlen_v, heads_v, head_dim_v = v.shape
-            dtype = q.dtype
+            dtype, device, few = q.dtype, q.device, SMALL_ROWS if kind else SMALL_ROWS_FULL
             lazy = q.is_neg() or k.is_neg() or v.is_neg()  # DLPack would drop the sign: the cold path makes it real
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             key = (
-                dtype, q.device, type(q), type(k), type(v), heads_q, heads_k, head_dim, head_dim_v,
-                kind, (seqlen_k <= SHORT_KEYS) is True, return_lse, deterministic or _torch_deterministic(), grad,
-                backend, settings.generation, dtype is not _float32 or request.float32_kind(q.device),
+                dtype, device, type(q), type(k), type(v), heads_q, heads_k, head_dim, head_dim_v, kind, return_lse,
+                (seqlen_k <= SHORT_KEYS) is True, (batch * heads_q * seqlen_q <= few) is True, grad, backend,
+                settings.generation, deterministic or _deterministic(), dtype is not _float32 or _float32_kind(device),
             )  # fmt: skip
             call = _warm.get(key)
         except (AttributeError, TypeError, ValueError, RuntimeError):  # RuntimeError: of a nested tensor's shape

@@ -100,11 +100,15 @@ def _plain(value: Any) -> Any:
 
 
 def _short(decision: dispatch.Decision, backend: str | None) -> list[str]:
-    """What runs over few keys, where it is another plan: a call is described without its lengths here."""
+    """What runs over few keys or rows, where it is another plan: a call is described without its lengths here."""
     if decision.problem.form != DENSE:
         return []
-    plan = dispatch.choose(replace(decision.problem, short=True), backend).plan
-    return [f"  up to {SHORT_KEYS} keys: {plan}"] if plan != decision.plan else []
+    problem = decision.problem
+    few = {f"up to {SHORT_KEYS} keys": replace(problem, short=True)}
+    if problem.direction == FORWARD:
+        few[f"up to {problem.small_rows} query rows of all heads and sequences"] = replace(problem, small=True)
+    plans = {words: dispatch.choose(each, backend).plan for words, each in few.items()}
+    return [f"  {words}: {plan}" for words, plan in plans.items() if plan != decision.plan]
 
 
 def _of_a_kind(arguments: argparse.Namespace) -> list[tuple[Walk, list[str]]]:

@@ -102,11 +102,13 @@ def _target(capability: tuple[int, int], sms: int | None) -> Device:
 
 
 def _of_form(which: argparse.Namespace, direction: str) -> Iterator[dict[str, Any]]:
-    """Fields of a Problem that tell kernels of one kind apart. Lengths are beyond SHORT_KEYS or not; most plans are the
-    same, and the backward of packed sequences does not ask."""
+    """Fields of a Problem that tell kernels of one kind apart. Lengths are beyond SHORT_KEYS or not, rows beyond
+    SMALL_ROWS; most plans are the same, and the backward of packed sequences does not ask."""
     asks = which.form == DENSE or direction == FORWARD
     if which.form != CACHE:
         yield from ({"short": short} for short in ((False, True) if asks else (False,)))
+    if which.form == DENSE and direction == FORWARD:
+        yield from ({"short": short, "small": True} for short in (False, True))
     if which.form == PACKED:
         yield from ({"short": asks, "few_rows": few, "few_keys": few} for few in (FEW[0], FEW[-1]))
     if which.form == CACHE:
@@ -139,7 +141,8 @@ def variants(arguments: argparse.Namespace) -> tuple[dict[Plan, Backend], list[s
                 skipped.append(f"{problem}: {backend.name} compiles at the first call, nothing to keep ahead")
                 continue
             for split in words.SWITCH[which.split]:
-                found = (backend.split(decision.plan), backend.pack(decision.plan)) if split else (decision.plan,)
+                shared = None if problem.short else backend.split(decision.plan)  # nobody splits so few keys
+                found = (shared, backend.pack(decision.plan)) if split else (decision.plan,)
                 plans.update({plan: backend for plan in found if plan is not None})
     return plans, list(dict.fromkeys(skipped))
 

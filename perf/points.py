@@ -67,6 +67,11 @@ class Point:
         return 2.0 * area * (self.head_dim + self.head_dim_v) * (2.5 if self.direction == "bwd" else 1.0)
 
     @property
+    def rows(self) -> int:
+        """Query rows of all heads and sequences."""
+        return self.batch * self.heads_q * self.seqlen_q
+
+    @property
     def scale(self) -> float:
         return float(self.head_dim**-0.5)
 

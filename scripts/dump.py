@@ -63,6 +63,7 @@ def plan_of(args: argparse.Namespace, point: points.Point) -> tuple[Any, Plan]:
         lse=args.lse or point.direction == "bwd",
         short=args.short or point.seqlen_k <= SHORT_KEYS,
     )
+    problem = replace(problem, small=point.direction == "fwd" and point.rows <= problem.small_rows)
     if refusals := backend.refuse(problem):
         raise SystemExit(f"{args.backend} refuses {problem}: {'; '.join(refusals)}")
     plan = backend.plan(problem)

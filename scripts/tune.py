@@ -115,6 +115,7 @@ class Bench:
             lse=args.lse or point.direction == "bwd",
             short=point.seqlen_k <= SHORT_KEYS,
         )
+        problem = replace(problem, small=point.direction == "fwd" and point.rows <= problem.small_rows)
         if refusals := backend.refuse(problem):
             raise SystemExit(f"{args.backend} refuses {problem}: {'; '.join(refusals)}")
         inputs = Inputs.draw(point, device, seed=0)

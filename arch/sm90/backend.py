@@ -32,7 +32,7 @@ class Sm90Backend:
     def plan(self, problem: Problem) -> Plan:
         """A forward's; a backward's has what the two share and its own tile."""
         softcap, mask = "softcap" in problem.features, problem.mask
-        dims = problem.head_dim, problem.head_dim_v
+        dims, small = (problem.head_dim, problem.head_dim_v), tiles.small(problem)
         forward = Plan(
             backend=self.name,
             direction=problem.direction,
@@ -44,8 +44,8 @@ class Sm90Backend:
             lse=problem.lse,
             softcap=softcap,
             ctas=problem.device.sm_count,
-            draws=tiles.draws(tiles.width(dims[0]), tiles.width(dims[1]), str(mask), problem.short, softcap),
-            tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap),
+            draws=tiles.draws(tiles.width(dims[0]), tiles.width(dims[1]), str(mask), problem.short or small, softcap),
+            tile=tiles.forward_tile(*dims, str(mask), problem.short and not softcap, softcap, small),
         )
         if problem.form == CACHE:
             return self._cache_plan(forward, problem)
@@ -54,7 +54,8 @@ class Sm90Backend:
             ctas = problem.device.sm_count * tiles.forward_ctas(tile, forward.head_dim, forward.head_dim_v)
             return replace(forward, form=PACKED, tile=tile, ctas=ctas, draws=True)
         if problem.direction == FORWARD:
-            return forward
+            together = tiles.forward_ctas(forward.tile, forward.head_dim, forward.head_dim_v)
+            return replace(forward, ctas=problem.device.sm_count * together)
         widths = tiles.backward_widths(*dims)
         tile = tiles.backward_tile(problem, forward.plain)
         variant = tiles.backward_variant(*dims, tile)
@@ -87,7 +88,11 @@ class Sm90Backend:
 
     def split(self, plan: Plan) -> Plan | None:
         shares = plan.direction == FORWARD and plan.plain and plan.form == DENSE
-        return replace(plan, variant=tiles.SPLIT, draws=False) if shares else None
+        if not shares:
+            return None
+        tile = tiles.split_tile(plan)
+        ctas = plan.ctas // tiles.forward_ctas(plan.tile, plan.head_dim, plan.head_dim_v)
+        return replace(plan, variant=tiles.SPLIT, draws=False, tile=tile, ctas=ctas)
 
     def scratch(self, plan: Plan) -> ScratchRule | TableRule | None:
         if plan.direction == BACKWARD:

@@ -69,7 +69,10 @@ class ForwardSm90(ForwardEntry):
         self.walk = Walk(plan, self.units, dtype)
         self.schedule = self.walk.schedule
         self.gives_way = plan.draws and plan.mask.causal and not plan.mask.windowed and not self.packed
-        self.ctas_together = forward_ctas(plan.tile, plan.head_dim, plan.head_dim_v)
+        self.options = {"use_pdl": True} if self.packed else {}
+        if self.packed or plan.tile.tile_m == 64:  # ptxas ignores setmaxnreg for 256 threads of which it knows no more
+            together = forward_ctas(plan.tile, plan.head_dim, plan.head_dim_v)
+            self.options |= {"min_blocks_per_mp": together, "preferred_smem_carveout": 100}
 
     def run(self, tensors: tuple, lse: cute.Tensor | None, numbers: tuple, counter: cute.Tensor | None, stream):
         self.launch(tensors, lse, None, counter, numbers, stream)
@@ -119,21 +122,20 @@ class ForwardSm90(ForwardEntry):
         scale_log2, cap_factor = scale * LOG2_E, None
         if cutlass.const_expr(self.softcap):
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
-        out, table, options = None if self.walk.o_apart else o, None, {}
+        out, table = None if self.walk.o_apart else o, None
         if cutlass.const_expr(self.packed):
             lengths = Lengths(*packed[:2], sizes.seqlen_q, sizes.seqlen_k)
             sequences = packed[0].shape[0] - 1
             table = table_of(packed[2], sequences)
             launch_prepare(lengths, table, tile.tile_m, stream)
             units = self.units.bound(sizes, sequences)
-            options = {"min_blocks_per_mp": self.ctas_together, "preferred_smem_carveout": 100, "use_pdl": True}
         else:
             units = self.units.count(sizes, splits)
         self.kernel(sources, (lse, o_partial, counter, out), scale_log2, cap_factor, sizes, layouts, table).launch(
             grid=(cutlass.min(units, self.max_ctas), 1, 1),
             block=(self.schedule.threads, 1, 1),
             stream=stream,
-            **options,
+            **self.options,
         )
 
     @cute.kernel

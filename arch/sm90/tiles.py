@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import DENSE, FEW, PACKED, Problem
+from cute_flash.spec.problem import DENSE, FEW, PACKED, SMALL_ROWS, Problem
 from cute_flash.spec.scratch import ScratchRule, TableRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
@@ -79,6 +79,28 @@ SHORT = {
     (256, 256, "causal"): Tile(128, 64, stages=2, skips=True),
 }
 
+# The same where there are at most Problem.small_rows query rows, whatever the keys: tiles of 128 rows fill the GPU once
+# or leave some of it idle. us, median, L2 full of other data, batch 1, heads x length, the rows above / here / FA4
+# (perf/results/hopper_starts.csv, process 3). 32 x 512 at d=128 loses 4% and is the only one.
+SMALL = {
+    # 16x512 14.1 / 10.8 / 13.5; two CTAs share a multiprocessor
+    (64, 64, "full"): Tile(64, 128, stages=2),
+    # 16x1024 17.5 / 15.7 / 20.6, one CTA 16.2; 32x512 13.3 / 12.3 / 15.1, one CTA 13.7; 8x2048 30.4 / 22.9 / 31.3
+    (64, 64, "causal"): Tile(64, 128, stages=2),
+    # 16x1024 19.2 / 18.2 / 24.1, 64 keys 19.1; 21x512 14.2 / 14.2 / 16.5, 64 keys 13.1
+    (96, 96, "causal"): Tile(64, 128, stages=2),
+    # 16x512 14.7 / 12.9 / 14.2; 4x2048 30.1 / 24.0 / 29.9, without votes 24.7; 16x1024, which is not small, 21.3 / 25.0
+    (128, 128, "full"): Tile(64, 128, stages=2, votes=True, late=True),
+    # 16x1024 20.6 / 19.8 / 22.2, 64 keys 20.1; 8x2048 30.7 / 28.1 / 33.1, 29.2; 4x4096 51.0 / 43.3 / 55.0, 46.4
+    (128, 128, "causal"): Tile(64, 128, stages=2),
+    # 16x1024 24.1 / 22.4 / 24.8, 64 keys 22.0; 10x1024 22.8 / 19.7 / 22.9, 64 keys 20.5
+    (192, 128, "causal"): Tile(64, 128, stages=2),
+    # 2 x 8x1024 26.7 / 23.9 / 29.7, 112 keys 24.6; 10x1024 24.9 / 21.8 / 27.8, 112 keys 22.2
+    (192, 192, "causal"): Tile(64, 64, stages=3),
+    # 2 x 8x1024 32.5 / 28.5 / 33.9, 80 keys 29.6; 8x2048 49.4 / 41.4 / 52.7, 42.9; 8x1024 29.4 / 23.6 / 31.1, 23.2
+    (256, 256, "causal"): Tile(64, 64, stages=2),
+}
+
 DRAWN_FULL = {(64, 64), (192, 192)}  # see draws
 
 
@@ -128,7 +150,21 @@ def draws(width_qk: int, width_v: int, mask: str, short: bool, softcap: bool) ->
     return mask != "full" or softcap or ((width_qk, width_v) in DRAWN_FULL and not short)
 
 
-def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False, softcap: bool = False) -> Tile:
+def small(problem: Problem) -> bool:
+    """Do tiles of 128 query rows (full: of 64) fill multiprocessors once at most? Smaller GPUs were not measured."""
+    return problem.small and 128 * problem.device.sm_count >= SMALL_ROWS
+
+
+def split_tile(plan: Plan) -> Tile | None:
+    """Of CTAs that share a query tile: they fill the GPU with tiles of 128 rows, too."""
+    if plan.tile is None or plan.tile.tile_m > 64:
+        return plan.tile
+    return forward_tile(plan.head_dim, plan.head_dim_v, str(plan.mask))
+
+
+def forward_tile(
+    head_dim: int, head_dim_v: int, mask: str, short: bool = False, softcap: bool = False, small: bool = False
+) -> Tile:
     """The measured row if there is one, else the widest tile_n that fits registers and shared memory.
 
     A window takes what the widest fitting rule gives; measured there is `late` at head dim 128 alone (above), and
@@ -139,7 +175,8 @@ def forward_tile(head_dim: int, head_dim_v: int, mask: str, short: bool = False,
     if softcap and max(width_qk, width_v) <= 64:
         return Tile(192, 96, stages=2)
     row = (width_qk, width_v, mask)
-    exact = SHORT.get(row) if short and row in SHORT else FORWARD.get(row)
+    rows = (SMALL if small and not softcap else {}), (SHORT if short else {}), FORWARD
+    exact = next((table[row] for table in rows if row in table), None)
     if exact:
         return exact
     tile_m, budget = (192, 132) if max(width_qk, width_v) <= 64 else (128, 192)

@@ -207,6 +207,7 @@ def describe(q: torch.Tensor, cache: Cache, options: Options, device: Device | N
             fault for name, x in (("k_cache", cache.k), ("v_cache", cache.v)) for fault in _faults(name, x)
         ),
         short=False,
+        small=False,
         deterministic=False,
     )
 

@@ -129,7 +129,7 @@ class Splitter:
         self.group = problem.group if packs else 1
         self.plan = decision.backend.pack(decision.plan) if packs else decision.backend.split(decision.plan)
         heads = problem.heads_q // self.group
-        self.rule: SplitRule | None = rule_of(self.plan, heads, problem.device.sm_count) if self.plan else None
+        self.rule: SplitRule | None = rule_of(self.plan, heads, problem.device.sm_count, packs) if self.plan else None
         self.kernel: Kernel | None = None
 
     @property
@@ -148,7 +148,7 @@ class Splitter:
     @property
     def few_keys(self) -> int:
         """Too few to share out."""
-        return self.rule.keys if self.rule else 0
+        return self.rule.few_keys if self.rule else 0
 
     def launch(self, splits: int, operands: tuple[Any, ...]) -> None:
         """operands: (q, k, v, out, lse, *numbers), rows as the backend wants them or not."""
@@ -317,7 +317,7 @@ def bind_forward(
                 _relaunch(objection, kernel, ("q", "k", "v"), site.alignment, operands)
         elif seqlen_q == 1 and rows is not None:
             rows.run(batch, seqlen_k, operands)
-        elif packer is not None and seqlen_q <= packed_rows and seqlen_k > few_keys:
+        elif packer is not None and seqlen_q <= packed_rows and seqlen_k > packer.few_keys:
             packer.launch(packer.count(batch, seqlen_q, seqlen_k), operands)
         else:
             run(batch, seqlen_q, seqlen_k, operands)

@@ -102,7 +102,7 @@ def describe(
     """The forward problem; `of` is the kind of the Lengths."""
     few_rows, few_keys, short = of
     problem = request.describe(*batch_of_one, options, device)
-    return replace(problem, form=PACKED, few_rows=few_rows, few_keys=few_keys, short=short)
+    return replace(problem, form=PACKED, few_rows=few_rows, few_keys=few_keys, short=short, small=False)
 
 
 def as_batch_of_one(

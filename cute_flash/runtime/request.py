@@ -460,7 +460,7 @@ def describe(
 ) -> Problem:
     """The forward problem of a checked call, on the tensors' device or, to be explained only, on an imagined one."""
     named = (("q", q), ("k", k), ("v", v))
-    return Problem(
+    problem = Problem(
         direction=FORWARD,
         device=device or emulation.device_for(q.device),
         dtype=dtype_name(q.dtype),
@@ -476,9 +476,10 @@ def describe(
         features=options.features,
         unaligned=tuple(fault for name, tensor in named for fault in alignment_faults(name, tensor, ROW_BYTES)),
     )
+    return replace(problem, small=q.shape[:-1].numel() <= problem.small_rows)
 
 
 def backward_of(problem: Problem, lse_grad: bool) -> Problem:
     """The backward problem that a forward leads to. dout's layout is not known yet, so nothing is said of alignment."""
     short = problem.short and problem.form == DENSE
-    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, short=short, unaligned=())
+    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, short=short, small=False, unaligned=())

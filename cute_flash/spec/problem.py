@@ -8,6 +8,9 @@ from .mask import FULL, Mask
 FORWARD, BACKWARD = "forward", "backward"
 HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256  # of head_dim and head_dim_v
 SHORT_KEYS = 1024  # up to here a call counts as short
+# Query rows of all heads and sequences: up to here a call counts as small. Where every row sees every key and nothing
+# is capped, tiles cost the same, and half as many rows fill a GPU.
+SMALL_ROWS, SMALL_ROWS_FULL = 128 * 128, 64 * 128
 # How sequences lie in the operands, see backend.py.
 DENSE, PACKED, CACHE = "dense", "packed", "cache"
 FEW = (16, 32, 64)  # what the longest of packed sequences is rounded up to where it is that short
@@ -31,6 +34,7 @@ class Problem:
     ieee_float32: bool = True  # float32 matmuls must not round to TF32
     features: frozenset[str] = frozenset()  # options beyond the plain call, by public name such as "softcap"
     short: bool = False  # seqlen_k <= SHORT_KEYS, where another plan may win
+    small: bool = False  # DENSE, FORWARD: batch * heads_q * seqlen_q <= small_rows, likewise
     form: str = DENSE
     few_rows: int = 0  # PACKED: no sequence has more query rows, as the caller says; one of FEW, 0 = more or not said
     few_keys: int = 0
@@ -44,6 +48,10 @@ class Problem:
         """Query heads per key/value head."""
         return self.heads_q // self.heads_kv
 
+    @property
+    def small_rows(self) -> int:
+        return SMALL_ROWS_FULL if self.mask == FULL and not self.features else SMALL_ROWS
+
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"
         extras = f" {self.form}" if self.form != DENSE else ""
@@ -55,6 +63,7 @@ class Problem:
         extras += " lse" if self.lse else ""
         extras += " deterministic" if self.deterministic else ""
         extras += f" keys<={SHORT_KEYS}" if self.short and not self.few_keys else ""
+        extras += f" rows<={self.small_rows}" if self.small else ""
         return (
             f"{self.direction} {self.dtype} head_dim={dims} heads={self.heads_q}/{self.heads_kv} "
             f"{self.mask}{extras} on {self.device}"

@@ -4,7 +4,12 @@ from dataclasses import dataclass
 
 from .plan import Plan
 
-SPLIT_KEYS = 128  # fewer take less time than the second launch
+SPLIT_KEYS = 128  # of a split, at least
+# With so many keys a second launch wins nothing. NVIDIA H200, d=128, whole / tiles of 64 rows / split, us
+# (perf/results/hopper_starts.csv, process 3): causal 16 heads of 256 11.9 10.8 16.0, of 512 14.8 13.1 23.4, 128 rows
+# over 512 13.9 12.3 15.8, 64 over 2048 29.5 24.4 22.3, 4 heads of 2048 29.8 24.4 26.2, 8 heads of 256 over 4096 50.2
+# 40.4 26.7, 32 of 1 over 8192 89.6 71.9 53.2, 1 of 8192 90.6 71.1 42.8. Nothing of Blackwell is measured.
+WHOLE_KEYS = 2048
 # Of the multiprocessors: with so many query tiles a second launch wins nothing. FlashAttention-2's figure; an H200 took
 # 30.5 us for 128 causal tiles of 1024 keys in two shares each, and FlashAttention-4 21.7 us for whole ones.
 FULL = 4, 5
@@ -15,7 +20,8 @@ class SplitRule:
     """The split count of a call, for one Plan, head count and GPU."""
 
     tile_m: int
-    keys: int  # that a split gets at least, and more than a call must have to be split
+    keys: int  # that a split gets at least
+    few_keys: int  # more than so many a call must have to be split
     heads_q: int
     sm_count: int
 
@@ -27,15 +33,17 @@ class SplitRule:
     def count(self, batch: int, seqlen_q: int, seqlen_k: int) -> int:
         """How many CTAs share a query tile; 1 = no split. Up to two waves of CTAs, none with less than `keys`."""
         query_tiles = batch * -(-seqlen_q // self.tile_m)
-        if query_tiles > self.query_tiles_max:
+        if query_tiles > self.query_tiles_max or seqlen_k <= self.few_keys:
             return 1
         return max(1, min(-(-seqlen_k // self.keys), 2 * self.sm_count // (query_tiles * self.heads_q)))
 
 
-def rule_of(plan: Plan, heads_q: int, sm_count: int) -> SplitRule:
+def rule_of(plan: Plan, heads_q: int, sm_count: int, packs: bool = False) -> SplitRule:
+    """packs: of a plan that is launched for its packed rows already, split or not."""
     if plan.tile is None:
         raise ValueError(f"a plan without a tile cannot be split: {plan}")
-    return SplitRule(plan.tile.tile_m, max(plan.tile.tile_n, SPLIT_KEYS), heads_q, sm_count)
+    keys = max(plan.tile.tile_n, SPLIT_KEYS)
+    return SplitRule(plan.tile.tile_m, keys, keys if packs else WHOLE_KEYS, heads_q, sm_count)
 
 
 CACHE_SPLIT_KEYS = 256  # of a cache's length for each program that shares it, at least

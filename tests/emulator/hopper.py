@@ -11,11 +11,13 @@ import torch
 
 import cute_flash
 from cute_flash import api
+from cute_flash.arch.sm90 import tiles
 from cute_flash.emulator.counters import Counters
 from cute_flash.runtime import compiler, request
 from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
-from cute_flash.spec.splits import SplitRule
+from cute_flash.spec import splits as split_rules
+from cute_flash.spec.splits import SPLIT_KEYS, SplitRule
 
 from ..cases import Inputs
 
@@ -94,11 +96,13 @@ def attend(
     sms: int = SMS,
     scale: float | None = None,
     long: bool = False,
+    small: bool = False,
     **knobs,
 ) -> Answer:
     """attention() of CPU tensors on the own kernel of a GPU with `sms` SMs.
 
-    `splits` overrules the front door's own count; `long`: the plan of long sequences, whatever the length.
+    `splits` overrules the front door's own count; `long`: the plan of long sequences, whatever the length;
+    `small`: of few query rows on a large GPU, which these all have.
     """
     clock = _CompileClock()
     with contextlib.ExitStack() as stack:
@@ -107,6 +111,8 @@ def attend(
         if splits is not None:
             enter(mock.patch.object(SplitRule, "count", lambda *_: splits))
         enter(mock.patch.dict(device_facts._SM_COUNTS, {device_facts.ARCHES[arch]: sms}))
+        enter(mock.patch.object(tiles, "small", lambda problem: small))
+        enter(mock.patch.object(split_rules, "WHOLE_KEYS", SPLIT_KEYS))  # few keys are shared out as many are
         if long:
             for module in (api, request):  # the warm key and the problem
                 enter(mock.patch.object(module, "SHORT_KEYS", 0))

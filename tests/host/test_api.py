@@ -15,6 +15,7 @@ import cute_flash
 from cute_flash import UnsupportedError, attention
 from cute_flash.runtime import launch, request
 from cute_flash.spec import settings
+from cute_flash.spec.problem import SHORT_KEYS, SMALL_ROWS, SMALL_ROWS_FULL
 
 from .. import oracle
 from ..fakes import FakeBackend, nothing
@@ -430,7 +431,12 @@ def test_new_sizes_stay_warm_and_new_kinds_do_not(backends, monkeypatch):
     assert len(cold) == 1
     for options in ({"causal": True}, {"return_lse": True}, {"dtype": torch.float16}, {"backend": "sm90"}):
         call(**options)
-    assert len(cold) == 5
+    call(1, SHORT_KEYS + 1)
+    call(SMALL_ROWS_FULL // (2 * 64), 64)  # two heads: as many rows as count as few
+    call(SMALL_ROWS // (2 * 64), 64, causal=True)
+    assert len(cold) == 6
+    call(SMALL_ROWS_FULL // (2 * 64), 65)
+    assert len(cold) == 7
 
 
 def test_a_change_of_settings_is_seen_at_once(backends):

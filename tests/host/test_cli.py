@@ -108,7 +108,7 @@ def test_explain_takes_packed_sequences_and_caches(capsys):
 def test_explain_names_the_plan_of_short_sequences_where_there_is_one(capsys):
     command = ["explain", "--capability", "9.0", "--direction", "forward", "--head-dim"]
     assert cli.main([*command, "64"]) == 0
-    ordinary, short = (line for line in capsys.readouterr().out.splitlines() if "sm90 forward sm_90a" in line)
+    ordinary, short, _ = (line for line in capsys.readouterr().out.splitlines() if "sm90 forward sm_90a" in line)
     assert short.startswith("  up to 1024 keys: sm90 forward ") and short.split(": ")[1] != ordinary.split(": ")[1]
     assert cli.main([*command, "128"]) == 0
     assert "up to 1024 keys" not in capsys.readouterr().out
@@ -117,6 +117,19 @@ def test_explain_names_the_plan_of_short_sequences_where_there_is_one(capsys):
     assert (
         short.startswith("  up to 1024 keys: sm90 backward ") and short.endswith("apart") and ordinary.endswith("wide")
     )
+
+
+def test_explain_names_the_plan_of_few_query_rows_where_there_is_one(capsys):
+    command = ["explain", "--capability", "9.0", "--head-dim", "128"]
+    assert cli.main([*command, "--direction", "forward", "--causal"]) == 0
+    *_, small = (line for line in capsys.readouterr().out.splitlines() if "sm90 forward sm_90a" in line)
+    assert (
+        small.startswith("  up to 16384 query rows of all heads and sequences: sm90 forward ") and "tile 64x" in small
+    )
+    assert cli.main(command) == 0
+    assert "  up to 8192 query rows of all heads and sequences: sm90 forward " in capsys.readouterr().out
+    assert cli.main([*command[:-1], "256"]) == 0
+    assert "query rows" not in capsys.readouterr().out
 
 
 def test_explain_takes_shapes(capsys):
@@ -246,7 +259,8 @@ def test_warmup_compiles_what_few_query_rows_run_too():
         plans, _ = warmup.variants(cli.parser().parse_args([*command, *more]))
         return [plan.variant for plan in plans]
 
-    assert variants() == ["", "split"] and variants("--split", "no") == [""] and variants("--split", "yes") == ["split"]
+    assert sorted(variants()) == ["", "", "split"]  # tiles of 128 rows, and of 64 for few rows of all sequences
+    assert variants("--split", "no") == ["", ""] and variants("--split", "yes") == ["split"]
 
 
 def test_warmup_compiles_what_serving_calls():
@@ -286,7 +300,7 @@ def test_warmup_counts_the_multiprocessors_of_the_gpu_it_compiles_for(simulated)
         plans, _ = warmup.variants(cli.parser().parse_args(["warmup", *more]))
         return {plan.ctas for plan in plans if plan.direction == "forward"}  # a backward is not persistent
 
-    assert counts() == {132} and counts("--sms", "114") == {114}
+    assert counts() == {132, 264} and counts("--sms", "114") == {114}  # small tiles: two CTAs on each, if enough
     here = simulated((9, 0), sm_count=78)
     assert counts() == {here.sm_count} == {78} and counts("--sms", "114") == {114}
 

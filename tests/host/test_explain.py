@@ -25,7 +25,7 @@ def test_the_walk_reads_from_top_to_bottom(simulated):
     assert isinstance(decision, Decision)
     lines = str(decision).splitlines()
     problem, device = (
-        "forward bfloat16 head_dim=64 heads=4/2 causal lse keys<=1024",
+        "forward bfloat16 head_dim=64 heads=4/2 causal lse keys<=1024 rows<=16384",
         "simulated 9.0 (cuda:0, capability 9.0)",
     )
     assert lines[0] == f"{problem} on {device}"
@@ -137,32 +137,32 @@ def few_rows(seqlen_q, seqlen_k, **sizes):
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=str)
 def test_plans_that_run_instead_where_query_rows_are_few_are_named(simulated, capability):
     simulated(capability)
-    shared = explain(*few_rows(5, 1000), causal=True)
+    shared = explain(*few_rows(5, 3000), causal=True)
     (sentence,) = shared.sharing
-    assert sentence == f"few query rows: 8 CTAs share the keys of a query tile, by {shared.backend.split(shared.plan)}"
+    assert sentence == f"few query rows: 24 CTAs share the keys of a query tile, by {shared.backend.split(shared.plan)}"
     assert f"  {sentence}" in str(shared).splitlines()
-    packed = explain(*few_rows(1, 1000, heads_kv=2, group=3), causal=True)
+    packed = explain(*few_rows(1, 3000, heads_kv=2, group=3), causal=True)
     rows, keys = packed.sharing
     assert rows.startswith("one query row: the 3 heads of a group share a tile, by ") and " full tile " in rows
     assert (
-        keys.startswith("few query rows: 8 CTAs share the keys") and keys.endswith(" split") and " full tile " in keys
+        keys.startswith("few query rows: 24 CTAs share the keys") and keys.endswith(" split") and " full tile " in keys
     )
 
 
 def test_packed_query_rows_are_named(simulated):
     simulated((10, 0))
-    packed = explain(*few_rows(5, 1000, heads_kv=2, group=3), causal=True)
+    packed = explain(*few_rows(5, 3000, heads_kv=2, group=3), causal=True)
     plan = packed.backend.pack(packed.plan)
-    assert packed.sharing == (f"few query rows: the 3 heads of a group share a tile and 8 CTAs its keys, by {plan}",)
-    many = explain(*few_rows(43, 1000, heads_kv=2, group=3), causal=True)  # 129 rows of a group
+    assert packed.sharing == (f"few query rows: the 3 heads of a group share a tile and 24 CTAs its keys, by {plan}",)
+    many = explain(*few_rows(43, 3000, heads_kv=2, group=3), causal=True)  # 129 rows of a group
     assert all("share the keys" in sentence and sentence.endswith(" split") for sentence in many.sharing)
 
 
 def test_where_nothing_is_shared_nothing_is_said_of_it(simulated):
     simulated((9, 0))
-    for inputs in (few_rows(5, 128), few_rows(4096, 4096, heads_kv=16), few_rows(0, 1000), few_rows(1, 0, group=2)):
+    for inputs in (few_rows(5, 2048), few_rows(4096, 4096, heads_kv=16), few_rows(0, 3000), few_rows(1, 0, group=2)):
         assert explain(*inputs).sharing == ()
-    inputs = few_rows(1, 1000, group=2)
+    inputs = few_rows(1, 3000, group=2)
     for options in ({"window": (9, 0)}, {"softcap": 9.0}, {"backend": "triton"}):
         assert explain(*inputs, **options).sharing == ()
 
@@ -183,11 +183,11 @@ class SharingBackend(FakeBackend):
 @pytest.mark.parametrize(
     "inputs",
     [
-        few_rows(5, 1000),
-        few_rows(1, 1000, heads_kv=2, group=3),
+        few_rows(5, 3000),
+        few_rows(1, 3000, heads_kv=2, group=3),
         few_rows(1, 100, group=2),
-        few_rows(42, 1000, heads_kv=2, group=3),
-        few_rows(43, 1000, heads_kv=2, group=3),
+        few_rows(42, 3000, heads_kv=2, group=3),
+        few_rows(43, 3000, heads_kv=2, group=3),
     ],
 )
 def test_what_explain_says_of_few_query_rows_is_what_runs(simulated, backends, inputs):

@@ -9,6 +9,7 @@ from cute_flash.arch.sm90.backend import BACKEND
 from cute_flash.arch.sm90.cached.tiles import BARRIERS, SMEM_OF_TWO, STATS, smem_bytes
 from cute_flash.arch.sm90.schedule import BUDGETS, WARPGROUP
 from cute_flash.arch.sm90.tiles import (
+    SMALL,
     SMEM_LIMIT,
     forward_smem_bytes,
     forward_tile,
@@ -18,7 +19,7 @@ from cute_flash.arch.sm90.tiles import (
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import CAUSAL, FULL, Mask
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import BACKWARD, CACHE, CACHE_FEW, FORWARD, Problem
+from cute_flash.spec.problem import BACKWARD, CACHE, CACHE_FEW, FORWARD, PACKED, Problem
 from scripts import dump, sass
 
 HOPPER = Device("cuda", 0, "imagined", (9, 0), 132)
@@ -28,10 +29,17 @@ PAIRS = [(w, w) for w in WIDTHS] + [(192, 128), (64, 256), (256, 64)]
 
 
 def plan(
-    head_dims: tuple[int, int], causal: bool, dtype: str = "bfloat16", lse: bool = True, short: bool = False
+    head_dims: tuple[int, int],
+    causal: bool,
+    dtype: str = "bfloat16",
+    lse: bool = True,
+    short: bool = False,
+    small: bool = False,
 ) -> Plan:
     mask, sizes = CAUSAL if causal else FULL, {"heads_q": 8, "heads_kv": 2}
-    return BACKEND.plan(Problem(FORWARD, HOPPER, dtype, *head_dims, **sizes, mask=mask, lse=lse, short=short))
+    return BACKEND.plan(
+        Problem(FORWARD, HOPPER, dtype, *head_dims, **sizes, mask=mask, lse=lse, short=short, small=small)
+    )
 
 
 def allowed_spill(chosen: Plan) -> int:
@@ -69,8 +77,14 @@ EVERY_BOUNDED = [
     for dims in ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
     for mask, features in ((WINDOW, ()), (WINDOW, ("softcap",)), (CAUSAL, ("softcap",)), (FULL, ("softcap",)))
 ]
-COMMON = [plan((128, 128), True), plan((64, 64), True), plan((64, 64), False, short=True), plan((256, 256), False)]
-VARIANTS = itertools.product(PAIRS, (False, True), ("bfloat16", "float16"), (False, True), (False, True))
+COMMON = [
+    plan((128, 128), True),
+    plan((128, 128), True, small=True),
+    plan((64, 64), True),
+    plan((64, 64), False, short=True),
+    plan((256, 256), False),
+]
+VARIANTS = itertools.product(PAIRS, (False, True), ("bfloat16", "float16"), *[(False, True)] * 3)
 EVERY = list(dict.fromkeys(plan(*each) for each in VARIANTS))
 
 
@@ -161,6 +175,25 @@ def test_every_cache_has_a_tile_that_fits(head_dim):
         assert 2 * (SMEM_OF_TWO + 1024) == 228 * 1024
 
 
+def test_calls_of_few_query_rows_have_tiles_of_64():
+    """tiles.SMALL says with what figures."""
+    fields = {"heads_q": 8, "heads_kv": 2, "lse": True}
+
+    def rows(mask: Mask = CAUSAL, dims: tuple[int, int] = (128, 128), sms: int = 132, **more) -> int:
+        device = Device("cuda", 0, "imagined", (9, 0), sms)
+        return BACKEND.plan(Problem(FORWARD, device, "bfloat16", *dims, mask=mask, **fields, **more)).tile.tile_m
+
+    causal = [dims for *dims, mask in SMALL if mask == "causal"]
+    assert {rows(small=True, short=short, dims=dims) for dims in causal for short in (False, True)} == {64}
+    split = BACKEND.split(plan((64, 64), True, small=True))
+    assert (split.tile.tile_m, split.ctas) == (192, 132) and plan((64, 64), True, small=True).ctas == 264
+    assert rows(small=True, sms=128) == 64
+    assert rows(FULL, small=True) == rows(FULL, small=True, dims=(64, 64)) == 64
+    others = [rows(), rows(small=True, sms=127), rows(FULL, small=True, dims=(256, 256)), rows(WINDOW, small=True)]
+    others += [rows(small=True, features=frozenset({"softcap"})), rows(small=True, form=PACKED)]
+    assert set(others) == {128}
+
+
 def test_wide_heads_take_one_kernel_where_it_won():
     """Head dims 129 to 192: tiles.wide_backward says where, and with what figures."""
 
@@ -214,8 +247,9 @@ def test_exponentials_of_heads_of_128_run_under_dp(mask):
 
 @pytest.mark.parametrize("head_dim", range(8, 257))
 def test_every_head_dim_has_a_tile_that_fits(head_dim):
-    for head_dim_v, mask in itertools.product((8, head_dim, 128, 256), ("full", "causal")):
-        tile = forward_tile(head_dim, head_dim_v, mask)
+    every = itertools.product((8, head_dim, 128, 256), ("full", "causal"), *[(False, True)] * 2)
+    for head_dim_v, mask, short, small in every:
+        tile = forward_tile(head_dim, head_dim_v, mask, short, small=small)
         widths = width(head_dim), width(head_dim_v)
         assert forward_smem_bytes(tile, *widths, o_apart=o_apart(tile, *widths)) <= SMEM_LIMIT
         assert tile.tile_n % 16 == 0  # a k step of P V
