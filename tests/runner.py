@@ -11,6 +11,7 @@ from tests import oracle
 
 # A rounding to the output's dtype costs up to half an ulp relative to each element: nothing can be asked to be better.
 HALF_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+TWICE_ROUNDED = 4e-3  # of bfloat16, where no yardstick is at hand: P (or dS) and the result, 2^-9 each at most
 # Hundreds of ulps: summing up to a few hundred products in another order costs tens, and dP - delta cancels.
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 # A row with one key has P = 1 and dP = delta, so dq = dk = 0 but for float32 rounding of dP - delta: sqrt(256) products

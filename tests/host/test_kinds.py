@@ -30,7 +30,7 @@ FACTS = (
     {"deterministic": True}, {"grad": True, "return_lse": True},
 )  # fmt: skip
 OPTIONS = ("backend", "causal", "window", "softcap", "return_lse", "deterministic")
-OF_DENSE = ({"keys": 1024}, {"keys": 1025})
+OF_DENSE = tuple({"keys": keys, "grad": grad} for keys in (1024, 1025) for grad in (False, True))
 HINTS = ((None, None), (16, None), (17, None), (64, 64), (65, 64), (65, 65), (65, 1024), (65, 1025))
 OF_PACKED = tuple({"hints": hints} for hints in HINTS)
 OF_CACHE = (
