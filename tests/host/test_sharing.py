@@ -48,12 +48,12 @@ class Sharing(FakeBackend):
 @pytest.mark.parametrize("exports", [False, True])
 @pytest.mark.parametrize(
     ("batch", "seqlen_q", "seqlen_k", "splits"),
-    [(4, 64, 129, 2), (4, 64, 128, 1), (5, 64, 129, 1), (2, 128, 129, 2), (2, 129, 129, 1), (1, 64, 1200, 10)],
+    [(4, 64, 2049, 2), (4, 64, 2048, 1), (5, 64, 2049, 1), (2, 128, 2049, 2), (2, 129, 2049, 1), (1, 64, 2100, 10)],
 )
 def test_keys_are_shared_up_to_the_last_tile_that_leaves_room(
     backends, simulated, exports, batch, seqlen_q, seqlen_k, splits
 ):
-    """10 multiprocessors, four fifths of them for 2 heads: 4 query tiles of a head; 128 keys a share, 2 CTAs each."""
+    """10 multiprocessors, four fifths of them for 2 heads: 4 query tiles of a head; more than 2048 keys, 2 CTAs each."""
     simulated((9, 0), sm_count=10)
     (backend,) = backends(Sharing(exports=exports, row_alignment=16 * exports))
     q, k = (torch.zeros(batch, n, 2, 16, dtype=torch.bfloat16) for n in (seqlen_q, seqlen_k))
