@@ -53,7 +53,7 @@ class Sharing(FakeBackend):
 def test_keys_are_shared_up_to_the_last_tile_that_leaves_room(
     backends, simulated, exports, batch, seqlen_q, seqlen_k, splits
 ):
-    """10 multiprocessors, four fifths of them for 2 heads: 4 query tiles of a head; more than 2048 keys, 2 CTAs each."""
+    """10 multiprocessors, four fifths of them for 2 heads: 4 query tiles of a head; beyond 2048 keys, 2 CTAs each."""
     simulated((9, 0), sm_count=10)
     (backend,) = backends(Sharing(exports=exports, row_alignment=16 * exports))
     q, k = (torch.zeros(batch, n, 2, 16, dtype=torch.bfloat16) for n in (seqlen_q, seqlen_k))
