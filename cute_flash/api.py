@@ -21,6 +21,7 @@ _warm: dict[tuple[Any, ...], Call] = {}
 
 _is_grad_enabled = torch.is_grad_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
+_modes = request.modes
 _apply = autograd.apply
 _torch_deterministic = torch.are_deterministic_algorithms_enabled
 _float32 = torch.float32
@@ -95,7 +96,8 @@ def attention(
     if (
         call is not None
         and batch == batch_k == batch_v and seqlen_k == seqlen_v and heads_k == heads_v and head_dim == head_dim_k
-        and batch and seqlen_q and seqlen_k and not lazy and forward_ad._current_level < 0 and not _functorch_active()
+        and batch and seqlen_q and seqlen_k and not lazy
+        and forward_ad._current_level < 0 and not _functorch_active() and not _modes()
         and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
         and (causal is False or causal is True) and (return_lse is False or return_lse is True)
         and (deterministic is False or deterministic is True)  # 1.0 has True's hash, and is refused
@@ -126,7 +128,7 @@ def _unless_special(error: Exception, *qkv: Any) -> None:
 def _cold(q: Any, k: Any, v: Any, options: Options, key: tuple[Any, ...] | None) -> Any:
     """The first call of a kind, and every call that is out of the ordinary: checked in full, then as the warm path."""
     if request.is_special(q, k, v):
-        if request.is_traced(q, k, v):
+        if request.is_recorded(q, k, v):
             return ops.attention(q, k, v, options)
         return attention(*request.autocast(q, k, v), **vars(options))
     request.check_tensors(q, k, v)

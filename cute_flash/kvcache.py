@@ -16,6 +16,7 @@ _warm: dict[tuple[Any, ...], CacheCall] = {}
 
 _is_grad_enabled = torch.is_grad_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
+_modes = request.modes
 
 TABLES = ("cache_seqlens", "page_table", "cache_batch_idx")
 
@@ -97,7 +98,7 @@ def attention_kvcache(
     if (
         call is not None
         and not (q.is_neg() or k_cache.is_neg() or v_cache.is_neg())
-        and forward_ad._current_level < 0 and not _functorch_active()
+        and forward_ad._current_level < 0 and not _functorch_active() and not _modes()
         and not (_is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad))
         and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
         and (causal is False or causal is True) and (return_lse is False or return_lse is True)
@@ -131,7 +132,7 @@ def _call(q: Any, cache: Cache, options: Options, splits: tuple[Any, Any]) -> An
 
 def _cold(q: Any, cache: Cache, options: Options, splits: tuple[Any, Any], key: tuple[Any, ...] | None) -> Any:
     """The first call of a kind, and every one out of the ordinary: checked in full, then as the warm path."""
-    if request.is_traced(q, cache.k):
+    if request.is_recorded(q, cache.k):
         return cache_ops.attention_kvcache(q, cache, options, splits)
     cast, cast_cache = caches.autocast(q, cache)
     if cast is not q or any(new is not old for new, old in zip(cast_cache, cache, strict=True)):

@@ -17,6 +17,7 @@ _warm: dict[tuple[Any, ...], Call] = {}
 
 _is_grad_enabled = torch.is_grad_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
+_modes = request.modes
 _torch_deterministic = torch.are_deterministic_algorithms_enabled
 _float32 = torch.float32
 
@@ -91,8 +92,8 @@ def attention_varlen(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if (
         call is not None
-        and total_k == total_v and heads_k == heads_v and head_dim == head_dim_k
-        and total_q and total_k and not lazy and forward_ad._current_level < 0 and not _functorch_active()
+        and total_k == total_v and heads_k == heads_v and head_dim == head_dim_k and total_q and total_k and not lazy
+        and forward_ad._current_level < 0 and not _functorch_active() and not _modes()
         and (scale is None or (type(scale) is float and SCALE_MIN <= scale <= SCALE_MAX))
         and (causal is False or causal is True) and (return_lse is False or return_lse is True)
         and (deterministic is False or deterministic is True)
@@ -120,7 +121,7 @@ def _check_options(arguments: dict[str, Any], unknown: dict[str, Any]) -> Option
 def _cold(qkv: tuple[Any, Any, Any], lengths: Lengths, options: Options, key: tuple[Any, ...] | None) -> Any:
     """The first call of a kind, and every call that is out of the ordinary: checked in full, then as the warm path."""
     if request.is_special(*qkv):
-        if request.is_traced(*qkv):
+        if request.is_recorded(*qkv):
             return packed_ops.attention_varlen(*qkv, lengths, options)
         q, k, v = request.autocast(*qkv)
         return attention_varlen(q, k, v, **lengths._asdict(), **vars(options))

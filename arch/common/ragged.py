@@ -82,7 +82,7 @@ def start_of(starts: cute.Tensor, index: Int32, total: Int32) -> Int32:
 def _end_of(starts: cute.Tensor, index: Int32, total: Int32) -> Int32:
     end = total
     if index + 1 < starts.shape[0]:
-        end = cutlass.min(starts[index + 1], total)
+        end = start_of(starts, index + 1, total)
     return end
 
 

@@ -10,7 +10,7 @@ from cute_flash.spec.problem import BACKWARD, CACHE, DENSE, FORWARD, PACKED, Pro
 from cute_flash.spec.scratch import ScratchRule, TableRule
 
 from . import support, tiles
-from .cached.tiles import cache_tile, width_v
+from .cached.tiles import cache_tile, width_qk, width_v
 
 ARCH = "sm_90a"
 
@@ -72,16 +72,17 @@ class Sm90Backend:
         )
 
     def _cache_plan(self, forward: Plan, problem: Problem) -> Plan:
-        tile = cache_tile(problem.head_dim, problem.head_dim_v, problem.few_rows)
+        widths = width_qk(problem.head_dim, problem.page_size), width_v(problem.head_dim_v)
         return replace(
             forward,
-            head_dim_v=width_v(problem.head_dim_v),
+            head_dim=widths[0],
+            head_dim_v=widths[1],
             form=CACHE,
             page_size=problem.page_size,
             chosen=problem.chosen,
             appends=problem.appends,
             draws=False,
-            tile=tile,
+            tile=cache_tile(*widths, problem.few_rows),
         )
 
     def split(self, plan: Plan) -> Plan | None:

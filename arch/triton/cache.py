@@ -49,6 +49,12 @@ UNSPECIALIZED = [
 CHUNK = tl.constexpr(16)  # shares that the merge reads at a time
 
 
+@triton.jit
+def _length(seqlens, batch, capacity):
+    """Keys of a row before what is appended; clamped before anything is added, which would pass 32 bits."""
+    return tl.minimum(tl.maximum(tl.load(seqlens + batch), 0), capacity)
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def append_keys(new, caches, tables, table_stride, cache_rows, capacity, appended, heads, spec: tl.constexpr):
     """One new key of one head a program, K and V; dropped where the row has no room. heads: of the cache."""
@@ -61,7 +67,7 @@ def append_keys(new, caches, tables, table_stride, cache_rows, capacity, appende
     head = (place % heads).to(tl.int64)
     key = place // heads % appended
     batch = place // heads // appended
-    position = tl.maximum(tl.load(seqlens + batch), 0) + key
+    position = _length(seqlens, batch, capacity) + key
     if position >= capacity:
         return
     if spec.page_size == 0:
@@ -176,7 +182,7 @@ def attention_cache(
     tokens = row // group
     head = kv_head * group + row % group
     exists = row < seqlen_q * group
-    seqlen_k = tl.minimum(tl.maximum(tl.load(seqlens + batch), 0) + appended, capacity)
+    seqlen_k = tl.minimum(_length(seqlens, batch, capacity) + appended, capacity)
     sizes = Sizes(seqlen_q, seqlen_k, heads, group, left, right, seqlen_q)
     last_token = tl.minimum((tile * tile_m + tile_m - 1) // group + 1, seqlen_q)
     begin, end = _share(split, splits, split_keys, (tile * tile_m // group, last_token), sizes, spec)

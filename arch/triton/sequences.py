@@ -14,7 +14,13 @@ PROBES = tl.constexpr(32)
 
 
 @triton.jit
-def _sequence_of(slot, starts, sequences, tile: tl.constexpr):
+def _within(start, total):
+    """No value, however wild, leads out of the tensor, nor a difference of two out of 32 bits."""
+    return tl.minimum(tl.maximum(start, 0), total)
+
+
+@triton.jit
+def _sequence_of(slot, starts, sequences, total, tile: tl.constexpr):
     """The last sequence whose slots start at or before this one; `sequences` is what follows the last."""
     first = slot * 0
     count = sequences + 1
@@ -22,7 +28,7 @@ def _sequence_of(slot, starts, sequences, tile: tl.constexpr):
         step = tl.cdiv(count, PROBES)
         probes = tl.arange(0, PROBES) * step
         inside = probes < count
-        begin = tl.load(starts + first + probes, mask=inside, other=0) // tile + first + probes
+        begin = _within(tl.load(starts + first + probes, mask=inside, other=0), total) // tile + first + probes
         reached = tl.sum((inside & (begin <= slot)).to(tl.int32))
         skipped = tl.maximum(reached - 1, 0) * step
         first += skipped
@@ -32,11 +38,10 @@ def _sequence_of(slot, starts, sequences, tile: tl.constexpr):
 
 @triton.jit
 def _extent(starts, index, sequences, total):
-    """(first row, rows) of a sequence; of what follows the last. Within the tensor, whatever the lengths say."""
-    first = tl.load(starts + index)
-    last = tl.load(starts + index + 1, mask=index < sequences, other=total)
-    first = tl.minimum(tl.maximum(first, 0), total)
-    return first, tl.maximum(tl.minimum(last, total) - first, 0)
+    """(first row, rows) of a sequence; of what follows the last."""
+    first = _within(tl.load(starts + index), total)
+    last = _within(tl.load(starts + index + 1, mask=index < sequences, other=total), total)
+    return first, tl.maximum(last - first, 0)
 
 
 @triton.jit
@@ -45,8 +50,9 @@ def sequence_place(slot, lengths, sequences, sizes, tile: tl.constexpr, by_keys:
     lie past the end. What follows the last sequence has rows without keys, or keys without rows."""
     starts_q, starts_k = lengths
     starts = starts_k if by_keys else starts_q
-    index = _sequence_of(slot, starts, sequences, tile)
-    within = tl.maximum(slot - (tl.load(starts + index) // tile + index), 0)
+    total = sizes.seqlen_k if by_keys else sizes.seqlen_q
+    index = _sequence_of(slot, starts, sequences, total, tile)
+    within = tl.maximum(slot - (_within(tl.load(starts + index), total) // tile + index), 0)
     first_q, seqlen_q = _extent(starts_q, index, sequences, sizes.seqlen_q)
     first_k, seqlen_k = _extent(starts_k, index, sequences, sizes.seqlen_k)
     if by_keys:

@@ -32,6 +32,19 @@ def _bound(value: int | None) -> int | None:
     return None if value is None or value < 0 else value
 
 
+def _window(window_size: Any) -> tuple[int | None, int | None]:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise TypeError(f"window_size must be a pair (left, right), -1 unbounded, got {window_size!r}") from None
+    return _bound(left), _bound(right)
+
+
+def _hint(longest: Any) -> Any:
+    """A length that lies in a tensor is left out: it only chooses a kernel, and reading it would wait for the GPU."""
+    return None if isinstance(longest, torch.Tensor) else longest
+
+
 def _refused(dropout_p: float, alibi_slopes: torch.Tensor | None) -> dict[str, Any]:
     """What ours refuse, where it is asked for. Words that say nothing are left out: they would cost the warm path."""
     refused: dict[str, Any] = {}
@@ -90,9 +103,8 @@ def flash_attn_func(
 
     Raises what attention() raises.
     """
-    left, right = window_size
     result = attention(
-        q, k, v, causal=causal, window=(_bound(left), _bound(right)), scale=softmax_scale, softcap=softcap,
+        q, k, v, causal=causal, window=_window(window_size), scale=softmax_scale, softcap=softcap,
         return_lse=return_attn_probs, deterministic=deterministic, **_refused(dropout_p, alibi_slopes),
     )  # fmt: skip
     return (*result, None) if return_attn_probs else result
@@ -130,14 +142,14 @@ def flash_attn_varlen_func(
 ) -> Any:
     """attention_varlen() under FlashAttention's name; q (total_q, heads_q, head_dim), LSE (heads_q, total_q).
 
-    Arguments as flash_attn_func and attention_varlen() have them; block_table: None. Raises what they raise.
+    Arguments as flash_attn_func and attention_varlen() have them; max_seqlen_q, max_seqlen_k that are tensors are not
+    looked at; block_table: None. Raises what they raise.
     """
     if block_table is not None:
         raise UnsupportedError("block_table= is not built yet here: flash_attn_with_kvcache has it, for equal seqlen_q")
-    left, right = window_size
     result = attention_varlen(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, causal=causal, window=(_bound(left), _bound(right)), scale=softmax_scale,
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=_hint(max_seqlen_q),
+        max_seqlen_k=_hint(max_seqlen_k), causal=causal, window=_window(window_size), scale=softmax_scale,
         softcap=softcap, return_lse=return_attn_probs, deterministic=deterministic, **_refused(dropout_p, alibi_slopes),
     )  # fmt: skip
     return (*result, None) if return_attn_probs else result
@@ -207,9 +219,8 @@ def flash_attn_with_kvcache(
     if not isinstance(cache_seqlens, torch.Tensor):
         length = _length(k_cache, block_table, cache_seqlens)
         cache_seqlens = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
-    left, right = window_size
     return attention_kvcache(
         q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=block_table, cache_batch_idx=cache_batch_idx,
-        k_new=k, v_new=v, num_splits=num_splits or None, causal=causal, window=(_bound(left), _bound(right)),
+        k_new=k, v_new=v, num_splits=num_splits or None, causal=causal, window=_window(window_size),
         scale=softmax_scale, softcap=softcap, return_lse=return_softmax_lse, **_refused(0.0, alibi_slopes),
     )  # fmt: skip

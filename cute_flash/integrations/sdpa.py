@@ -20,6 +20,7 @@ from ..runtime import report, request, substitution
 from ..spec import settings
 from ..spec.errors import StrictFallbackError, UnsupportedError
 
+NAME = "scaled_dot_product_attention"
 TORCH = F.scaled_dot_product_attention  # torch's own, whatever is patched later
 
 
@@ -42,6 +43,7 @@ def scaled_dot_product_attention(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
@@ -54,11 +56,11 @@ def scaled_dot_product_attention(
         attn_mask: None, or a CausalBias of torch.nn.attention.bias; a mask of booleans or floats goes to torch's.
         dropout_p: above 0 goes to torch's.
         is_causal: row i sees keys j <= i, aligned top-left.
-        scale, enable_gqa: as in SDPA.
+        scale, enable_gqa: as in SDPA. A scale that is a tensor, or outside 2**-100 to 2**16 and not 0, goes to torch's.
     """
     choice = _open[-1].choice if _open else Choice()
     bottom_right = isinstance(attn_mask, CausalBias) and attn_mask.variant == CausalVariant.LOWER_RIGHT
-    reason = _reason(query, key, value, attn_mask, dropout_p, enable_gqa, choice.backend)
+    reason = _reason(query, key, value, attn_mask, dropout_p, enable_gqa, choice.backend) or _misscaled(scale)
     if attn_mask is not None and is_causal:
         reason = "attn_mask and is_causal come together"
     if reason is None:
@@ -122,6 +124,14 @@ def _reason(
     return _misfit(query, key, value, enable_gqa)
 
 
+def _misscaled(scale: Any) -> str | None:
+    if isinstance(scale, torch.Tensor):
+        return "scale is a tensor"
+    if scale and not request.SCALE_MIN <= abs(scale) <= request.SCALE_MAX:
+        return "scale is neither 0 nor from 2**-100 to 2**16"
+    return None
+
+
 def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str | None:
     """The rules of shapes."""
     low, high = request.HEAD_DIM_MIN, request.HEAD_DIM_MAX
@@ -144,16 +154,21 @@ class Patch:
 
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
+        self._enforce()
+
+    def _enforce(self) -> None:
         _open.append(self)
-        F.scaled_dot_product_attention = scaled_dot_product_attention
+        setattr(F, NAME, scaled_dot_product_attention)  # its stub has no keyword-only arguments
 
     def remove(self) -> None:
         """torch's own again, unless another patch is in force. A second time does nothing."""
         _open[:] = [other for other in _open if other is not self]
         if not _open:
-            F.scaled_dot_product_attention = TORCH
+            setattr(F, NAME, TORCH)
 
     def __enter__(self) -> "Patch":
+        if all(other is not self for other in _open):  # after its end: once more
+            self._enforce()
         return self
 
     def __exit__(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ..api import attention
-from ..runtime import ops, request
+from ..runtime import flops, ops, request
 from ..runtime.packed import Lengths
 from ..spec.errors import UnsupportedError
 from ..varlen import attention_varlen
@@ -295,7 +295,8 @@ def _register() -> ops.Library:
     of_mask = f"(Tensor? mask, Tensor? offset, {sizes}, SymInt? left, SymInt? right) -> Tensor"
     ops.define(library, f"spans_of_mask{of_mask}", _run_spans, _fake_spans)
     words = "float? scale, float? softcap"
-    ops.define_attention(library, "attention_of_spans", ("Tensor spans",), words, (_run, _fake, _run_backward))
+    running = _run, _fake, _run_backward
+    ops.define_attention(library, "attention_of_spans", ("Tensor spans",), words, running, flops.dense)
     return library
 
 

@@ -23,7 +23,7 @@ from . import flash_attn, spans
 NAME = "cute_flash"
 _UNBUILT = {
     "s_aux": "attention sinks",
-    "position_bias": "a position bias",
+    "position_bias": "position biases",
     "block_table": "paged caches",
 }
 

@@ -108,11 +108,18 @@ def _gradients(
     create_graph = torch.is_grad_enabled()
     sources = (q, k, v, dout, dlse)
     with torch.no_grad():
-        dout = dout.resolve_neg()  # a lazy sign, which no kernel would see
-        if dlse is not None:
-            dlse = dlse.resolve_neg().contiguous()
         assert call.backwards is not None  # a call without one has no node in the graph
-        grads = call.backwards(dlse is not None)(dout, q, k, v, out, lse, dlse, *numbers)
+        backward = call.backwards(dlse is not None)
+        try:
+            dout = dout.resolve_neg()  # a lazy sign, which no kernel would see
+            if dlse is not None:
+                dlse = dlse.resolve_neg().contiguous()
+            grads = backward(dout, q, k, v, out, lse, dlse, *numbers)
+        except Exception:
+            for name, grad in (("dout", dout), ("dlse", dlse)):
+                if grad is not None:
+                    request.refuse_batched(name, grad)
+            raise
         kept = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
     return list(_once(kept, sources)) if create_graph else kept
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import autograd, caches, ops, request
+from . import autograd, caches, flops, ops, request
 from .caches import Cache, CacheCall
 from .ops import Words
 from .request import Options
@@ -24,11 +24,11 @@ def attention_kvcache(q: torch.Tensor, cache: Cache, options: Options, splits: t
     caches.check(q, cache)
     num_splits, batch_invariant = splits[0], caches.check_splits(*splits)
     q, words = ops.words_of(q, options)
-    lse, *tables = options.return_lse, *cache
+    lse = options.return_lse
+    tables: tuple[torch.Tensor | None, ...] = cache
+    operator = torch.ops.cute_flash.attention_kvcache_append
     if cache.k_new is None:
-        del tables[-2:]
-    name = "attention_kvcache" if cache.k_new is None else "attention_kvcache_append"
-    operator = getattr(torch.ops.cute_flash, name)
+        tables, operator = cache[:5], torch.ops.cute_flash.attention_kvcache
     out, lse_out = operator(q, *tables, num_splits, batch_invariant, lse, *words)
     return (out, lse_out) if lse else out
 
@@ -81,6 +81,8 @@ def _register() -> ops.Library:
     written = f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {tables}, Tensor k_new, Tensor v_new"
     ops.define(library, read, _forward, _fake_forward)
     ops.define(library, f"attention_kvcache_append({written}, {rest}", _append_forward, _fake_append_forward)
+    for name in ("attention_kvcache", "attention_kvcache_append"):
+        flops.register(name, flops.cached, flops.FORWARD)
     return library
 
 

@@ -4,7 +4,8 @@
     cute_flash::attention_backward  (dout, dlse, q, k, v, out, lse, WORDS) -> (dq, dk, dv)
 
 WORDS are the options of a call as primitives: whether a bound exists is static, its value may be symbolic, and so may
-every size. Eager calls do not come through here: a dispatcher's round trip costs more than their whole warm path.
+every size. Eager calls do not come through here, as long as nobody follows what torch computes (request.is_recorded):
+a dispatcher's round trip costs more than their whole warm path.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 
 from ..spec import settings
 from ..spec.problem import SHORT_KEYS
-from . import autograd, launch, request
+from . import autograd, flops, launch, request
 from .launch import Backward, Call
 from .request import Options
 
@@ -63,7 +64,7 @@ class Words(NamedTuple):
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Any:
     """attention() as a graph holds it, for options that are checked; tensors are checked by the operator."""
     q, k, v = request.autocast(q, k, v)
-    lse = options.return_lse or request.needs_grad(q, k, v)
+    lse = options.return_lse or request.graph_needs_lse(q, k, v)
     q, words = words_of(q, options)
     out, lse_out = torch.ops.cute_flash.attention(q, k, v, lse, *words)
     return (out, lse_out) if options.return_lse else out
@@ -258,6 +259,7 @@ class Library(torch.library.Library):
 def _straight(run: Callable[..., Any], recording: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(keyset: Any, *args: Any) -> Any:
         if torch.is_grad_enabled() or (keyset & _BELOW_AUTOGRAD).raw_repr() not in _PLAIN:
+            request.refuse_transforms()  # torch's own words are of a Function that nobody here wrote
             return recording(keyset, *args)
         with torch._C._AutoDispatchBelowAutograd():
             return run(*args)
@@ -282,9 +284,9 @@ def define(
 
 def define_attention(
     library: Library, name: str, lengths: tuple[str, ...], words: str,
-    running: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
+    running: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]], pairs: flops.Pairs,
 ) -> None:  # fmt: skip
-    """An operator and its gradient, once differentiable; running = (forward, its fake, backward):
+    """An operator and its gradient, once differentiable; running = (forward, its fake, backward), pairs = what counts:
 
         name           (q, k, v, LENGTHS, lse, WORDS) -> (out, lse)
         name_backward  (dout, dlse, q, k, v, out, lse, LENGTHS, WORDS) -> (dq, dk, dv)
@@ -298,11 +300,13 @@ def define_attention(
     define(library, f"{name}({forward}) -> (Tensor, Tensor)", run, fake, _gradient_of(name, lengths))
     once = _keep_nothing, _refuse_twice
     define(library, f"{name}_backward({backward}) -> (Tensor, Tensor, Tensor)", run_backward, _fake_backward, once)
+    flops.register(name, pairs, flops.FORWARD)
+    flops.register(f"{name}_backward", pairs, flops.BACKWARD)
 
 
 def _register() -> Library:
     library = Library("DEF")
-    define_attention(library, "attention", (), WORDS, (_forward, _fake_forward, _backward))
+    define_attention(library, "attention", (), WORDS, (_forward, _fake_forward, _backward), flops.dense)
     return library
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import ops, packed, request
+from . import flops, ops, packed, request
 from .launch import Backward, Call
 from .ops import Words
 from .packed import Lengths
@@ -27,7 +27,7 @@ def attention_varlen(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """attention_varlen() as a graph holds it, for options that are checked; tensors are checked by the operator."""
     q, k, v = request.autocast(q, k, v)
-    lse = options.return_lse or request.needs_grad(q, k, v)
+    lse = options.return_lse or request.graph_needs_lse(q, k, v)
     q, words = ops.words_of(q, options)
     out, lse_out = torch.ops.cute_flash.attention_varlen(q, k, v, *lengths, lse, *words)
     return (out, lse_out) if options.return_lse else out
@@ -88,7 +88,8 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
 
 def _register() -> ops.Library:
     library = ops.Library("FRAGMENT")
-    ops.define_attention(library, "attention_varlen", LENGTHS, ops.WORDS, (_forward, _fake_forward, _backward))
+    running = _forward, _fake_forward, _backward
+    ops.define_attention(library, "attention_varlen", LENGTHS, ops.WORDS, running, flops.packed)
     return library
 
 

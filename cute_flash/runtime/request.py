@@ -206,11 +206,27 @@ def check_options(
 
 
 _PLAIN = torch.Tensor.__torch_dispatch__
+modes = torch._C._len_torch_dispatch_stack  # how many are active
 
 
 def is_traced(*tensors: Any) -> bool:
     """Do these stand for tensors that a graph will be run on later?"""
     return any(isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in tensors)
+
+
+def is_recorded(*tensors: torch.Tensor) -> bool:
+    """Shall the operator stand for the call? Where tensors are traced, and where somebody follows what torch computes:
+    a mode (make_fx, a counter of FLOPs, selective checkpointing) or torch.jit.trace. A launch would escape them, and
+    what they saw would be an output that nothing writes to."""
+    if is_traced(*tensors):
+        return True
+    if not modes() and not torch.jit.is_tracing():
+        return False
+    plain = all(
+        isinstance(tensor, torch.Tensor) and type(tensor).__torch_dispatch__ is _PLAIN and not tensor.is_nested
+        for tensor in tensors
+    )
+    return plain and forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
 
 
 def has_no_memory(tensor: torch.Tensor) -> bool:
@@ -224,8 +240,18 @@ SHAPES = {4: "4-D (batch, seqlen, heads, dim)", 3: "3-D (total, heads, dim)"}
 def refuse_without_memory(name: str, tensor: torch.Tensor) -> None:
     if has_no_memory(tensor):
         raise TypeError(
-            f"{name} is a {type(tensor).__name__}: kernels read plain tensors, call attention on its local part "
-            "(DTensor.to_local, local_map)"
+            f"{name} is a {type(tensor).__name__}: kernels read plain tensors, call attention on the one inside "
+            "(of a DTensor: to_local, local_map)"
+        )
+
+
+def refuse_batched(name: str, tensor: torch.Tensor) -> None:
+    """A gradient for many outputs at once has its extra dimension hidden, and no memory that a kernel could read."""
+    functorch = torch._C._functorch
+    if functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor):
+        raise UnsupportedError(
+            f"{name} is a batch of gradients (is_grads_batched=True, vectorize=True, vmap), which is not built yet: "
+            "ask for one gradient at a time"
         )
 
 
@@ -236,9 +262,13 @@ def refuse_layout(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name} must be a plain strided tensor, got {layout}")
 
 
-def _check_kinds(tensors: dict[str, Any], dims: int) -> None:
+def refuse_transforms() -> None:
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedError(FUNCTORCH)
+
+
+def _check_kinds(tensors: dict[str, Any], dims: int) -> None:
+    refuse_transforms()
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -406,14 +436,19 @@ def autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
 
 
 def is_special(*qkv: Any) -> bool:
-    """Has the cold path a way with tensors that no kernel takes: to be cast by autocast, or standing for a graph's?"""
+    """Has the cold path a way with tensors that no kernel takes: to be cast by autocast, or meant for a graph?"""
     if not all(isinstance(tensor, torch.Tensor) for tensor in qkv):
         return False
-    return is_traced(*qkv) or any(new is not old for new, old in zip(autocast(*qkv), qkv, strict=True))
+    return is_recorded(*qkv) or any(new is not old for new, old in zip(autocast(*qkv), qkv, strict=True))
 
 
 def cast(tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:
     return tensor.to(target) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def graph_needs_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """For gradients. torch.jit.trace compares a trace with gradients on with one with gradients off."""
+    return needs_grad(q, k, v) and not torch.jit.is_tracing()
 
 
 def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

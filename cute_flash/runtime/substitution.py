@@ -1,7 +1,7 @@
 """What torch.compile traces in place of a function, said without importing the compiler: that alone takes 0.6 s.
 
 torch.compiler.substitute_in_graph says it, but imports torch._dynamo. So it is called when somebody else has imported
-that: at once, or at the end of the import.
+that: at once, or at the end of the import. Other parts of torch that few programs import are told in the same way.
 """
 
 import importlib.abc
@@ -45,11 +45,12 @@ class _After(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.action()
 
 
-def _when_imported(action: Callable[[], None]) -> None:
-    if DYNAMO in sys.modules and not getattr(sys.modules[DYNAMO].__spec__, "_initializing", False):
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Call `action` at once where the module is imported, else at the end of its import, whoever does that."""
+    if name in sys.modules and not getattr(sys.modules[name].__spec__, "_initializing", False):
         action()
     else:
-        sys.meta_path.insert(0, _After(DYNAMO, action))
+        sys.meta_path.insert(0, _After(name, action))
 
 
 def while_tracing(function: Callable[..., None]) -> None:
@@ -60,7 +61,7 @@ def while_tracing(function: Callable[..., None]) -> None:
 
         torch.compiler.assume_constant_result(function)  # None, that is
 
-    _when_imported(say)
+    when_imported(DYNAMO, say)
 
 
 def substitute(function: Callable[..., Any], in_graph: Callable[..., Any]) -> None:
@@ -77,4 +78,4 @@ def substitute(function: Callable[..., Any], in_graph: Callable[..., Any]) -> No
             function._torchdynamo_orig_callable = in_graph  # type: ignore[attr-defined]
             function._torchdynamo_wrapper_id = id(function)  # type: ignore[attr-defined]
 
-    _when_imported(say)
+    when_imported(DYNAMO, say)

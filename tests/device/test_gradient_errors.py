@@ -32,8 +32,9 @@ def compare(case: Case, yardstick: str, gradients, record_property) -> None:
     theirs = [oracle.relative_error(value, right) for value, right in zip(gradients(inputs), exact, strict=True)]
     row = [torch.cuda.get_device_name(DEVICE), str(case), yardstick, *ours, *theirs]
     record_property("gradient_errors", row)
-    # a yardstick that is wrong must not let everything pass: rounding is a few half ulps
-    assert all(error <= 4 * HALF_ULP[torch.bfloat16] for error in theirs), f"{yardstick}: {theirs}"
+    # a yardstick that is wrong must not let everything pass: rounding is a few half ulps of what is rounded, and plain
+    # attention rounds scores and probabilities too (NVIDIA H200: up to 6.8 half ulps at head dim 8)
+    assert all(error <= 8 * HALF_ULP[torch.bfloat16] for error in theirs), f"{yardstick}: {theirs}"
     for name, error, other in zip(("dq", "dk", "dv"), ours, theirs, strict=True):
         assert error <= ALLOWED_RATIO * other, f"{name}: {error:.3e}, {yardstick} has {other:.3e}"
 

@@ -29,6 +29,11 @@ GRID = [
     *cases(head_dim=128, head_dim_v=128, dtype="bfloat16", heads_q=8, heads_kv=2),
     *cases(head_dim=64, head_dim_v=64, dtype="float16", heads_q=7, heads_kv=1)[::4],
     *cases(head_dim=192, head_dim_v=128, dtype="bfloat16", heads_q=4, heads_kv=4)[1::5],
+    # a key of a page is less than TMA's 128 bytes, or no multiple of it
+    *(
+        CacheCase((0, 1, 65, 130), 1, 4, 2, *dims, page_size=page, capacity=200, dtype="bfloat16")
+        for *dims, page in ((8, 256, 1), (24, 16, 2), (96, 96, 1), (224, 40, 1))
+    ),
     CacheCase((5000, 1, 0, 8191), 1, 32, 8, 128, 128, capacity=8192, dtype="bfloat16"),
     CacheCase((5000, 1, 0, 8191), 4, 32, 8, 128, 128, capacity=8192, page_size=64, causal=True, dtype="bfloat16"),
     CacheCase((300, 20), 130, 4, 2, 128, 128, capacity=512, causal=True, dtype="bfloat16"),  # a chunk of a prompt

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import cute_flash
 from cute_flash.integrations import sdpa, spans
@@ -143,6 +145,35 @@ def test_tensors_without_memory_never_reach_a_warm_kernel(backend):
             run(*inputs, causal=True)
     torch.cuda.synchronize()
     assert torch.equal(run(q, k, v, causal=True), out)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_launch_does_not_escape_who_follows_what_is_computed(backend):
+    """After a warm call: what was traced runs the kernel anew, and does not return an output that nothing writes to."""
+
+    def call(q, k, v):
+        return cute_flash.attention(q, k, v, causal=True, backend=backend)
+
+    q, k, v = inputs_of().qkv
+    call(q, k, v)
+    traced = make_fx(call)(q, k, v), torch.jit.trace(call, (q, k, v))
+    for scale in (1, 2):
+        expected = call(q * scale, k, v)
+        assert all(torch.equal(each(q * scale, k, v), expected) for each in traced)
+    with FlopCounterMode(display=False) as counter:
+        call(q, k, v)
+    assert counter.get_total_flops() == 2 * 2 * 8 * 300 * 300 * (64 + 64)
+
+
+@pytest.mark.parametrize("backend", GRADIENT_BACKENDS, ids=str)
+def test_batched_gradients_never_reach_a_kernel(backend):
+    """They have no memory of their own."""
+    leaves = inputs_of().leaves()
+    out = cute_flash.attention(*leaves, causal=True, backend=backend)
+    many = torch.ones(2, *out.shape, device=DEVICE, dtype=out.dtype)
+    with pytest.raises(cute_flash.UnsupportedError, match="dout is a batch of gradients"):
+        torch.autograd.grad(out, leaves, many, is_grads_batched=True)
+    torch.cuda.synchronize()
 
 
 class Model(torch.nn.Module):

@@ -53,6 +53,10 @@ CASES = (
     (case((100, 7), dims=(192, 128)), SHARED),
     (case((130,), dims=(256, 256)), SHARED),
     (case((66, 9), dims=(96, 40)), ALONE),
+    # rows of a page that are narrower than TMA's 128 bytes, two of them, and wider ones that are no multiple of it
+    (case((66, 9), dims=(8, 104), page_size=1), SHARED),
+    (case((66, 9), dims=(24, 16), page_size=2), ALONE),
+    (case((66, 9), dims=(96, 96), page_size=1), ALONE),
 )
 APPENDS = (
     (case((5, 64, 100), rows=2, causal=True), 2),

@@ -212,13 +212,17 @@ def test_lengths_out_of_order_do_not_hang():
     assert all(grad.shape == x.shape for grad, x in zip(found, (lying.q, lying.k, lying.v), strict=True))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_lengths_out_of_order_touch_nothing_else(seed):
+EXTREMES = [(0, 200, -(2**31), 210, 256), (-(2**31), 100, -(2**31), 2**31 - 1, -(2**31))]  # differences pass 32 bits
+
+
+@pytest.mark.parametrize(("seed", "starts"), [*((seed, None) for seed in range(4)), *enumerate(EXTREMES)])
+def test_lengths_out_of_order_touch_nothing_else(seed, starts):
     """The emulator watches every address; and the next call, which uses the same counter, is right."""
     case = same(100, 30, 70, 56, dtype="bfloat16", causal=True)
     inputs = make_inputs(case)
     torch.manual_seed(seed)
-    wild = torch.randint(-1000, 2000, (5,), dtype=torch.int32)
+    wild = torch.randint(-1000, 2000, (5,)) if starts is None else torch.tensor(starts)
+    wild = wild.int()
     fields = {"cu_seqlens_q": wild, "cu_seqlens_k": wild.flip(0).contiguous()}
     gradients(case, Inputs(**{**vars(inputs), **fields}), SCHEDULES[seed], 3)
     check(case, inputs, attend(case, inputs, SCHEDULES[seed], 3))

@@ -101,6 +101,13 @@ def test_packed_sequences():
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1]) and nothing is None
 
 
+def test_longest_lengths_that_lie_in_tensors_are_not_looked_at():
+    q, k, v = (x[0, :9] for x in qkv())
+    given = (q, k, v, STARTS, STARTS)
+    meta = torch.empty((), dtype=torch.int32, device="meta")  # to read it raises
+    assert torch.equal(ours.flash_attn_varlen_func(*given, meta, meta), ours.flash_attn_varlen_func(*given, None, None))
+
+
 def test_packed_sequences_in_one_tensor():
     """Arguments by place, in FlashAttention's order."""
     q, k, v = (x[0, :9].detach() for x in qkv(37, 37, heads_kv=4))
@@ -144,6 +151,8 @@ def test_caches(paged):
     [
         (lambda q, k, v: ours.flash_attn_func(q, k, v, 0.1), UnsupportedError, "dropout_p= is not supported"),
         (lambda q, k, v: ours.flash_attn_func(q, k, v, alibi_slopes=q), UnsupportedError, "alibi_slopes= is not built"),
+        (lambda q, k, v: ours.flash_attn_func(q, k, v, window_size=4), TypeError, r"a pair .*, got 4"),
+        (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, window_size=None), TypeError, "a pair .*, got None"),
         (lambda q, k, v: ours.flash_attn_qkvpacked_func(q), ValueError, r"\(batch, seqlen, 3, heads, head_dim\), got"),
         (
             lambda q, k, v: ours.flash_attn_kvpacked_func(q, k),

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from cute_flash.arch.sm90.backend import BACKEND
-from cute_flash.arch.sm90.cached.tiles import BARRIERS, SMEM_OF_TWO, STATS, cache_tile, smem_bytes, width_v
+from cute_flash.arch.sm90.cached.tiles import BARRIERS, SMEM_OF_TWO, STATS, smem_bytes
 from cute_flash.arch.sm90.schedule import BUDGETS, WARPGROUP
 from cute_flash.arch.sm90.tiles import (
     SMEM_LIMIT,
@@ -145,8 +145,12 @@ def test_every_plan_compiles_without_spills(chosen, capfd, record_property):
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_every_cache_has_a_tile_that_fits(head_dim):
-    for head_dim_v, few_rows in itertools.product((8, head_dim, 128, 256), (0, *CACHE_FEW)):
-        tile, widths = cache_tile(head_dim, head_dim_v, few_rows), (width(head_dim), width_v(head_dim_v))
+    for head_dim_v, few_rows, page_size in itertools.product((8, head_dim, 256), (0, *CACHE_FEW), (0, 1, 2, 64)):
+        plan = cached((head_dim, head_dim_v), few_rows=few_rows, page_size=page_size)
+        tile, widths = plan.tile, (plan.head_dim, plan.head_dim_v)
+        assert widths[0] >= head_dim and widths[1] >= head_dim_v
+        # a box, which is at least as many keys as a page has, ends where TMA may write the next one
+        assert all(page_size * 2 * (width & -width) % 128 == 0 for width in widths if page_size)
         assert tile.tile_m == few_rows or (few_rows == 0 and tile.tile_m == 64)
         assert tile.stages > 1 and smem_bytes(tile, *widths) <= SMEM_LIMIT
         assert 4 * 8 * tile.stages <= BARRIERS  # full and empty, of K and of V

@@ -85,6 +85,9 @@ def test_signature_is_torchs():
     assert [(p.name, p.default) for p in parameters.values()][3:] == [
         ("attn_mask", None), ("dropout_p", 0.0), ("is_causal", False), ("scale", None), ("enable_gqa", False)
     ]  # fmt: skip
+    for function in (sdpa.scaled_dot_product_attention, sdpa.TORCH):
+        with pytest.raises(TypeError, match="positional arguments"):
+            function(*qkv(), None, 0.0, False, 0.3)
 
 
 def masks(seqlen_q=9, seqlen_k=13):
@@ -101,6 +104,8 @@ def masks(seqlen_q=9, seqlen_k=13):
         (lambda q, k, v: (q[:, :, :0], k, v), {}, "query or key is empty"),
         (lambda q, k, v: (q, k[:, :1], v[:, :1]), {}, "enable_gqa does not explain how"),
         (lambda q, k, v: (q, k, v), {"dropout_p": 0.5}, "dropout_p is above 0"),
+        (lambda q, k, v: (q, k, v), {"scale": torch.tensor(0.3)}, "scale is a tensor"),
+        (lambda q, k, v: (q, k, v), {"scale": 2.0**-120}, "scale is neither 0 nor from"),
     ],
 )
 def test_the_rest_goes_to_torchs_and_is_said_once(capsys, change, options, reason):
@@ -158,6 +163,14 @@ def test_patches_overlap_and_end_in_any_order():
     with pytest.raises(KeyError), sdpa.patch():
         raise KeyError
     assert F.scaled_dot_product_attention is torchs
+
+
+def test_a_patch_may_be_entered_again():
+    patch = sdpa.patch(backend="reference")
+    for _ in range(2):
+        with patch as entered:
+            assert entered is patch and F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+        assert F.scaled_dot_product_attention is sdpa.TORCH
 
 
 def test_modules_of_torch_use_it(ours):

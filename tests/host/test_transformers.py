@@ -387,7 +387,7 @@ def test_masks_without_such_a_form_are_refused(call, sentence):
     [
         ({"dropout": 0.1}, r"attention dropout is not supported.*dropout=0.1"),
         ({"s_aux": torch.zeros(2)}, "attention sinks are not built yet"),
-        ({"position_bias": torch.zeros(2)}, "a position bias"),
+        ({"position_bias": torch.zeros(2)}, "position biases are not built yet"),
         ({"block_table": torch.zeros(2)}, "paged caches"),
         ({"output_attentions": True}, "never forms the weights"),
         ({"is_causal": False, "sliding_window": 3}, "without the mask that says how wide"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_flash import UnsupportedError, attention
+from cute_flash import UnsupportedError, api, attention
 from cute_flash.spec.problem import Problem
 
 from ..fakes import FakeBackend, HostDslBackend
@@ -46,6 +46,7 @@ def test_a_warm_call_allocates_its_outputs_and_makes_no_problem(backends, monkey
     for inputs, options in calls:
         attention(*inputs, **options)
     monkeypatch.setattr(Problem, "__init__", None)
+    monkeypatch.setattr(api, "_modes", lambda: 0)  # or the mode that counts would be shown the operator alone
     calls.append(((q, k, v), {"window": [700, 1], "softcap": 2}))  # other values are as warm
     for (inputs, options), count in zip(calls, (1, 2, 2, 1, 1), strict=True):
         with Operations() as operations:

@@ -2,12 +2,19 @@
 
 from cute_flash.spec.plan import Tile
 
-from ..tiles import SMEM_LIMIT, width
+from ..tiles import SMEM_LIMIT, WIDTH_STEP
 
 TILE_M, TILE_N = 64, 64  # query rows at most, a multiple of 8; keys of a step, which are wgmma's 64 rows
 SMEM_OF_TWO = 115_712  # bytes a CTA may take where two share an SM: half of 228 KB, less the 1 KB that each costs
 BARRIERS = 1024  # bytes kept for them
 STATS = 2048  # for the warps' maxima, and for where Q may start
+
+
+def width_qk(head_dim: int, page_size: int) -> int:
+    """As tiled. TMA writes to multiples of 128 bytes, and a page of one key is a row of a swizzle atom: 128 bytes wide
+    or nothing."""
+    step = 64 if page_size == 1 else WIDTH_STEP
+    return -(-head_dim // step) * step
 
 
 def width_v(head_dim_v: int) -> int:
@@ -23,11 +30,11 @@ def smem_bytes(tile: Tile, width_qk: int, width_v: int) -> int:
     return _fixed_bytes(tile.tile_m, width_qk) + 2 * tile.stages * tile.tile_n * (width_qk + width_v)
 
 
-def cache_tile(head_dim: int, head_dim_v: int, few_rows: int = 0) -> Tile:
+def cache_tile(width_qk: int, width_v: int, few_rows: int = 0) -> Tile:
     """As many stages as fit: of two CTAs an SM, so that one starts and ends under the loads of the other; of one where
     two would get a single stage each. few_rows: a group's query rows, 0 = more than TILE_M."""
-    tile_m, width_qk = few_rows or TILE_M, width(head_dim)
-    stage, fixed = 2 * TILE_N * (width_qk + width_v(head_dim_v)), _fixed_bytes(tile_m, width_qk)
+    tile_m = few_rows or TILE_M
+    stage, fixed = 2 * TILE_N * (width_qk + width_v), _fixed_bytes(tile_m, width_qk)
     stages = (SMEM_OF_TWO - fixed) // stage
     return Tile(tile_m, TILE_N, stages=stages if stages > 1 else (SMEM_LIMIT - fixed) // stage)
 
