@@ -23,7 +23,7 @@ from .cached.memory import CacheLayouts, box_layout, cache_layouts, cache_storag
 from .cached.merge import launch_merge
 from .cached.operands import compile_cache
 from .cached.pipeline import MMA_WARPS, THREADS, open_rings
-from .cached.shares import CacheSizes, Share, Shares, columns_of, partials_of, sizes_of
+from .cached.shares import CacheSizes, Place, Share, Shares, columns_of, partials_of, sizes_of
 from .cached.tiles import ctas_asked
 from .cached.walk import Room, Walk, WalkContext, first_key, output_view
 from .load import TmaSource
@@ -142,11 +142,12 @@ class DecodeSm90:
             for part, layout in zip((storage.q, storage.p, storage.k, storage.v), layouts, strict=True)
         )
         stats = storage.stats.get_tensor(cute.make_layout((self.tile.tile_m, MMA_WARPS)))
+        run, known = self.first_pages(tables[1], place, sizes)  # on their way while barriers are made
         pipes = open_rings(storage, (layouts.k, layouts.v), self.tile.stages, self.dtype)
         if cutlass.const_expr(self.appends):
             cute.arch.griddepcontrol_wait()
         if warp == MMA_WARPS:
-            self.load_role(pipes, sources, (s_k, s_v), tables, (place, length), sizes)
+            self.load_role(pipes, sources, (s_k, s_v), tables, (place, length, run, known), sizes)
         else:
             room = Room(s_q[None, None, 0], s_p[None, None, 0], stats, s_v)
             frags = self.walk.open(s_q, s_p, s_k, s_v)
@@ -154,11 +155,22 @@ class DecodeSm90:
             share = self.shares.share(place, length, sizes)
             self.mma_role((pipes, frags, room), results, factors, share, sizes, thread)
 
+    def _pages(self, page_table: cute.Tensor, place: Place, sizes: CacheSizes) -> Pages:
+        return Pages(page_table[place.batch, None], sizes.cache_rows)
+
+    def first_pages(self, page_table: cute.Tensor | None, place: Place, sizes: CacheSizes) -> tuple:
+        """(run, page numbers) of a share whose first tile is known before the length is; else None for what is not."""
+        if not self.shares.early:
+            return None, None
+        run = self.shares.run(place, Int32(0), sizes)
+        return run, open_pages(self._pages(page_table, place, sizes), run, self.boxes) if self.page_size else None
+
     @cute.jit
     def load_role(self, pipes: tuple, sources: CacheSources, smem: tuple, tables: tuple, at: tuple, sizes: CacheSizes):
-        """`at`: (place, length). What can be is loaded before the length, itself read from memory, is there."""
+        """`at`: (place, length, *first_pages()). What can be is loaded before the length, itself read from memory, is
+        there."""
         _, page_table, batch_idx = tables
-        place, length = at
+        place, length, run, known = at
         keys, early = self.boxes.rows, self.shares.early
         loads = Loads(
             box_copy(sources.k, smem[0], (keys, self.width_qk), place.head, True),
@@ -166,13 +178,14 @@ class DecodeSm90:
             sizes.policy,
         )
         state = pipelines.make_pipeline_state(pipelines.PipelineUserType.Producer, self.tile.stages)
-        run, count = self.shares.run(place, Int32(0), sizes), Int32(0)
+        count = Int32(0)
         if cutlass.const_expr(not early):
             share = self.shares.share(place, length, sizes)
             run, count = share.run, share.count
         if cutlass.const_expr(self.page_size > 0):
-            pages = Pages(page_table[place.batch, None], sizes.cache_rows)
-            known = open_pages(pages, run, self.boxes)
+            pages = self._pages(page_table, place, sizes)
+            if cutlass.const_expr(not early):
+                known = open_pages(pages, run, self.boxes)
             if cutlass.const_expr(early):
                 state, known = load_paged(pipes, loads, run, (0, 1), pages, known, self.boxes, state)
                 count = self.shares.share(place, length, sizes).count
