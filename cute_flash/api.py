@@ -184,7 +184,7 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, arch: str | No
     device = None
     if arch is not None:
         device = device_facts.imagined(device_facts.capability_of(arch), "simulated")
-    elif q.device.type == "meta":
+    elif isinstance(q, torch.Tensor) and q.device.type == "meta":
         device = device_facts.first()
     if any(name in options for name in varlen.LENGTHS):
         return varlen.explain(q, k, v, device, options)

@@ -56,6 +56,7 @@ def _check(**tensors: Any) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        request.refuse_layout(name, tensor)
     o1, o2 = tensors["o1"], tensors["o2"]
     if o1.dim() not in (3, 4):
         shapes = "(batch, seqlen_q, heads_q, head_dim_v) or (total_q, heads_q, head_dim_v)"

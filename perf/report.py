@@ -1,6 +1,6 @@
 """Tables, figures and the report page from the CSVs in perf/results.
 
-    python -m perf.report perf/results/hopper_forward.csv --plot docs/hopper_forward.png --into README.md
+    python -m perf.report perf/results/hopper_forward.csv --plot docs/figures/hopper_forward.png --into README.md
     python -m perf.report --page perf/report.html
 
 Ratios are taken within one point only: all its contestants ran interleaved in one process on one GPU.

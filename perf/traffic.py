@@ -158,15 +158,15 @@ def _calls(point: Point, device: Any) -> dict[str, Callable[[], Any]]:
     return calls
 
 
-def child(time_limit: float) -> None:
-    """Under the profiler: every contestant at every point once, a mark before each; prints their order."""
+def child(first: int, time_limit: float) -> None:
+    """Under the profiler: every contestant once at each point from `first` on, a mark before each; prints the order."""
     import torch
 
     start = time.perf_counter()
     device = torch.device("cuda")
     cudart = torch.cuda.cudart()
     with torch.no_grad():
-        for index, point in enumerate(POINTS):
+        for index, point in list(enumerate(POINTS))[first:]:
             if time_limit and time.perf_counter() - start > time_limit:
                 print(f"{point}: left out, {time_limit:.0f} s are over", file=sys.stderr)
                 continue
@@ -209,7 +209,7 @@ def known_metrics() -> str:
     return ",".join(metric for metric, _ in METRICS.values() if metric not in missing)
 
 
-def profile(path: Path, commit: str, time_limit: float) -> None:
+def profile(path: Path, commit: str, first: int, time_limit: float) -> None:
     """Run the child under ncu and append its rows to a CSV."""
     import torch
 
@@ -219,7 +219,8 @@ def profile(path: Path, commit: str, time_limit: float) -> None:
         listing = Path(folder) / "ncu.csv"
         command = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw",
                    "--print-units", "base", "--metrics", known_metrics(), "--log-file", str(listing),
-                   sys.executable, "-m", "perf.traffic", "--child", "--time-limit", str(time_limit)]  # fmt: skip
+                   sys.executable, "-m", "perf.traffic", "--child", "--first", str(first),
+                   "--time-limit", str(time_limit)]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         print(done.stderr[-2000:], file=sys.stderr)
         text = listing.read_text() if listing.exists() else ""
@@ -260,15 +261,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--time-limit", type=float, default=0.0, help="seconds until the last point starts; 0 = no limit"
     )
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="leave out N points: go on where a run ended")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
-        child(args.time_limit)
+        child(args.first, args.time_limit)
         return 0
     if args.profile is not None:
         from . import machine
 
-        profile(args.profile, args.commit or machine.commit_here(), args.time_limit)
+        profile(args.profile, args.commit or machine.commit_here(), args.first, args.time_limit)
     print(f"{'MB a forward':32}{'SMs read':>10}{'HBM':>12}{'standard, HBM':>15}")
     for point in POINTS:
         own, other, plan = modelled(point)

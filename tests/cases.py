@@ -226,13 +226,6 @@ def golden_cases() -> tuple[Case, ...]:
     return tuple(cells)
 
 
-@functools.cache
-def perf_cases() -> tuple[Case, ...]:
-    """16384 tokens, hidden size 2048: the shapes that attention papers report."""
-    grid = itertools.product(((64, 64), (128, 128), (256, 256)), MASKS, (1024, 2048, 4096, 8192, 16384))
-    return tuple(Case(16384 // s, s, s, 2048 // d[0], 2048 // d[0], *d, causal) for d, causal, s in grid)
-
-
 # ------------------------------------------------------------------------------------------------------- builders
 
 

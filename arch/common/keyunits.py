@@ -66,15 +66,14 @@ def ahead_of(
     tile: cutlass.Constexpr,
     widths: cutlass.Constexpr,
     mask: cutlass.Constexpr,
-    in_turn: cutlass.Constexpr = False,
     most: cutlass.Constexpr = 0,
 ) -> Ahead:
     """All pieces of a head are zeroed by those who take units before its own: the distance is as far as the units of a
     head can be apart in the order of unit_of."""
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     distance = blocks
-    if cutlass.const_expr(in_sections(mask, in_turn)):
-        head_bytes = _section_bytes(sizes, widths, mask, in_turn, most)
+    if cutlass.const_expr(in_sections(mask, False)):
+        head_bytes = _section_bytes(sizes, widths, mask, False, most)
         distance = blocks * section_width(sizes.heads_kv * sizes.batch, head_bytes)
     return Ahead(distance, blocks, sizes.heads_q // sizes.heads_kv)
 

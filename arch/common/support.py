@@ -1,9 +1,8 @@
 """Limits of a call that backends share whatever the GPU: one sentence each, with the number."""
 
-from cute_flash.spec.problem import BACKWARD, CACHE, DENSE, PACKED, Problem
+from cute_flash.spec.problem import BACKWARD, CACHE, DENSE, HEAD_DIM_MAX, HEAD_DIM_MIN, PACKED, Problem
 
 DTYPES = ("bfloat16", "float16")  # of the CuTe-DSL kernels
-HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
 CALLS = {PACKED: "packed sequences (attention_varlen)", CACHE: "key-value caches (attention_kvcache)"}
 
 

@@ -5,21 +5,18 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 
-def look(turns: cute.Tensor, part: Int32) -> Int32:
-    """How often `part` was added to."""
-    address = (turns.iterator + part).toint()
-    return cute.arch.inline_ptx(
-        "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
-    )
-
-
 @cute.jit
-def wait_for(turns: cute.Tensor, part: Int32, turn: Int32, seen: Int32):
-    """By one warp, until `part` was added to `turn` times. `seen`: what it saw before, or -1. Who comes first must have
-    taken its unit before: it waits for nobody who has not started. More often is no reason to wait for ever: packed
-    sequences of lengths out of order share sums."""
+def wait_for(turns: cute.Tensor, part: Int32, turn: Int32):
+    """By one warp, until `part` was added to `turn` times. Who comes first must have taken its unit before: it waits
+    for nobody who has not started. More often is no reason to wait for ever: packed sequences of lengths out of order
+    share sums."""
+    seen = Int32(-1)
     while seen < turn:
-        seen = look(turns, part)
+        seen = cute.arch.inline_ptx(
+            "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];",
+            write_only_types=[Int32],
+            read_only_args=[(turns.iterator + part).toint()],
+        )
     cute.arch.inline_ptx("fence.proxy.async.global;")
 
 

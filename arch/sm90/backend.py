@@ -64,7 +64,7 @@ class Sm90Backend:
             head_dim=widths[0],
             head_dim_v=widths[1],
             lse_grad=problem.lse_grad,
-            deterministic=problem.deterministic or variant == tiles.APART,
+            deterministic=tiles.adds_in_turn(problem, variant),
             ctas=problem.device.sm_count,
             draws=False,
             tile=tile,

@@ -21,20 +21,29 @@ from cute_flash.spec.problem import PACKED
 
 from ..common import delta
 from ..common.entry import BoundedEntry, PackedBoundedEntry, PackedEntry, PlainEntry
-from ..common.keyunits import Unit, ahead_of, first_stop, next_stop, turn_of, unit_count
+from ..common.keyunits import Unit, ahead_of, first_stop, next_stop, unit_count
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from ..common.ragged import slots_of
 from .epilogue import store_direct
 from .grad import convert, zeros
-from .grad.epilogue import add_dq, add_dq_in_turn, hand_over_dq, offer_room, offer_room_if
+from .grad.epilogue import add_unit, add_unit_in_turn, hand_over_dq
 from .grad.load import Feed, Sources, feed_unit, prefetch_descriptors, sources_of, tile_copy
 from .grad.mask import mask_transposed
 from .grad.memory import backward_layouts, rooms_of, storage_of, zeros_of
 from .grad.mma import Accumulators, BackwardMmas, as_operand, issue, make_accumulators, make_operands
-from .grad.pipeline import DS_STORED, BackwardPipelines, as_words, backward_states, hold, open_backward
+from .grad.pipeline import (
+    DQ_FULL,
+    DS_STORED,
+    BackwardPipelines,
+    as_words,
+    backward_states,
+    hold,
+    in_turn_full,
+    open_backward,
+)
 from .grad.queue import announce, draw, open_units, receive, unit_states
-from .grad.schedule import FIRST_ADD_WARP, LOAD_WARP, ZERO_WARP, backward_schedule
+from .grad.schedule import ADDERS, FIRST_ADD_WARP, LOAD_WARP, ZERO_WARP, backward_schedule
 from .grad.units import KeyUnits, PackedKeyUnits
 from .grad.weights import (
     by_columns,
@@ -117,25 +126,29 @@ class BackwardSm90(PlainEntry):
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
         parts = self.mmas.dq_parts if self.in_turn else 0
-        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=True)
-        widths, most = (self.width_qk, self.width_v), heads_together(self.in_turn)
-        ahead = ahead_of(sizes, tile, widths, self.mask, self.in_turn, most)
-        delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, ahead).launch(
+        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=not self.in_turn)
+        prepared, ahead = scratch._replace(dq=None), None  # in turn, who adds first stores
+        if cutlass.const_expr(not self.in_turn):
+            widths, most = (self.width_qk, self.width_v), heads_together(False)
+            prepared, ahead = scratch, ahead_of(sizes, tile, widths, self.mask, most)
+        delta.prepare_kernel(do, o, lse, dlse, prepared, tile.tile_m, self.width_v, ahead).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
         units = unit_count(sizes, tile)
-        zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, units)
+        zeroing = zeros.Zeroing(scratch)
+        if cutlass.const_expr(not self.in_turn):
+            zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, units)
         factors = self.factors(scale, softcap)
         self.launch_keys((q, k, v, do), (zeroing, dk, dv), (scale, factors), sizes, units, stream)
         shape = (tile.tile_m, self.mmas.dq_columns)
-        convert.convert_kernel(scratch.dq, dq, scale, shape).launch(
+        convert.convert_kernel(scratch.dq, dq, scale, shape, scratch.turns).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.jit
     def launch_packed(self, tensors: tuple, others: tuple, numbers: tuple, starts: tuple, memory: cute.Tensor, stream):
         """Four kernels. `starts`: (cu_seqlens_q, cu_seqlens_k); `memory`: the table, then the scratch, where every
-        sequence has slots of its own (common/ragged.py). Sums start as zeros in delta's kernel."""
+        sequence has slots of its own (common/ragged.py). Sums start as zeros in delta's kernel, but in turn."""
         q, k, v, do, dq, dk, dv = tensors
         o, lse, dlse = others
         scale, left, right, softcap = numbers
@@ -148,7 +161,8 @@ class BackwardSm90(PlainEntry):
         parts = self.mmas.dq_parts if self.in_turn else 0
         room = cute.domain_offset((table_room(TABLE.elements(sequences)),), memory)
         scratch = delta.scratch_of(room, by_slot, tile.tile_m, self.width_dq, parts, 1)
-        delta.prepare_kernel(do, o, lse, dlse, scratch, tile.tile_m, self.width_v, None, starts_q).launch(
+        prepared = scratch._replace(dq=None) if cutlass.const_expr(self.in_turn) else scratch
+        delta.prepare_kernel(do, o, lse, dlse, prepared, tile.tile_m, self.width_v, None, starts_q).launch(
             grid=delta.row_tile_grid(by_slot), block=(delta.THREADS, 1, 1), stream=stream
         )
         units = slots_of(sizes.seqlen_k, sequences, tile.tile_n) * sizes.heads_kv
@@ -156,7 +170,7 @@ class BackwardSm90(PlainEntry):
         results = (zeros.Zeroing(scratch, table=table), dk, dv)
         self.launch_keys((q, k, v, do), results, (scale, factors), sizes, units, stream)
         shape = (tile.tile_m, self.mmas.dq_columns)
-        convert.convert_kernel(scratch.dq, dq, scale, shape, starts_q).launch(
+        convert.convert_kernel(scratch.dq, dq, scale, shape, scratch.turns, starts_q).launch(
             grid=delta.row_tile_grid(by_slot), block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
         )
 
@@ -180,7 +194,7 @@ class BackwardSm90(PlainEntry):
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
-            use_pdl=self.makes_dq,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -202,7 +216,7 @@ class BackwardSm90(PlainEntry):
         floats, receivers, s_dq = {}, schedule.mma_warps, None
         if cutlass.const_expr(makes_dq):
             floats = {"dq": tile.tile_m * self.width_dq}
-            receivers += self.mmas.dq_parts
+            receivers += self.adders
         if cutlass.const_expr(zeroes):
             floats["zeros"] = zeros_of(tile)
             receivers += 1
@@ -218,13 +232,14 @@ class BackwardSm90(PlainEntry):
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
-            if cutlass.const_expr(makes_dq):
-                cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_wait()
             if warp_index == LOAD_WARP:
+                if cutlass.const_expr(not makes_dq):
+                    cute.arch.griddepcontrol_launch_dependents()  # it reads what was waited for alone: see dq.py
                 self.load_role(pipes, units, (sources, zeroing), (rooms, s_rows), sizes)
             else:
                 if cutlass.const_expr(makes_dq):
-                    if warp_index < FIRST_ADD_WARP + self.mmas.dq_parts:
+                    if warp_index < FIRST_ADD_WARP + self.adders:
                         self.add_role(s_dq, zeroing, units, warp_index - FIRST_ADD_WARP, sizes)
                     elif warp_index == ZERO_WARP:
                         self.zero_role(zeroing, storage, ring)
@@ -270,34 +285,37 @@ class BackwardSm90(PlainEntry):
             index = draw(counters, 0)
         announce(ring, ticket_state, (Int32(0),))
 
+    @property
+    def adders(self) -> int:
+        """Warps that add parts of dQ to global memory."""
+        return ADDERS if self.in_turn else self.mmas.dq_parts
+
+    def full(self, q_state, part: Int32):
+        """The barrier at which a warp waits for a part of dQ of a query tile."""
+        if self.in_turn:
+            return in_turn_full(q_state.count * self.mmas.dq_parts + part, self.mmas.dq_parts)
+        return DQ_FULL + part
+
     @cute.jit
-    def add_role(self, s_dq: cute.Tensor, zeroing: zeros.Zeroing, units: tuple, group: Int32, sizes: Sizes):
+    def add_role(self, s_dq: cute.Tensor, zeroing: zeros.Zeroing, units: tuple, adder: Int32, sizes: Sizes):
+        """`adder`: which of the warps that add: of a part, or in turn of every third part, whichever."""
         ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
         ring, group_size = units
+        first = Int32(0)  # of the jobs of a unit
+        owed = Int32(cutlass.select_(adder < self.mmas.dq_parts, adder, -1))  # a part whose room is free, not offered
         ticket, ticket_state = receive(ring, ticket_state)
         while ticket[0] != 0:
             unit = self.units.told(ticket, group_size, (sizes.left, sizes.right))
             scratch = self.units.scratch(zeroing.scratch, unit)
             seqlen_q, seqlen_k = self.units.seqlens(unit, (sizes.seqlen_q, sizes.seqlen_k))
             own = sizes._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-            if cutlass.const_expr(self.units.zeroes):
-                zeros.wait_zeroed(zeroing, unit)
-            stop, left, seen = first_stop(unit, self.in_turn), unit.tiles.count * unit.group, Int32(-1)
             if cutlass.const_expr(self.in_turn):
-                offer_room_if(left > 0, group)
-            for _ in cutlass.range(left, unroll=1):
-                left -= 1
-                at, head = stop[0], unit.head_first + stop[1]
-                sums = cute.make_tensor(scratch.dq[None, at, head, unit.batch].iterator, s_dq.layout)
-                stop = next_stop(stop, unit, self.in_turn)
-                if cutlass.const_expr(self.in_turn):
-                    turn = turn_of(unit, at, own, self.tile, self.mask)
-                    now = scratch.turns[None, at, head, unit.batch], turn, seen
-                    after = scratch.turns[None, stop[0], unit.head_first + stop[1], unit.batch], left > 0
-                    seen = add_dq_in_turn(s_dq, sums, group, now, after)
-                else:
-                    offer_room(group)
-                    add_dq(s_dq, sums, group)
+                origin, jobs = (scratch, unit, own), (adder, first, owed)
+                first, owed = add_unit_in_turn(s_dq, origin, jobs, self.tile, self.mask)
+            else:
+                if cutlass.const_expr(self.units.zeroes):
+                    zeros.wait_zeroed(zeroing, unit)
+                add_unit(s_dq, scratch, unit, adder)
             ticket, ticket_state = receive(ring, ticket_state)
 
     @cute.jit
@@ -409,7 +427,7 @@ class BackwardSm90(PlainEntry):
                 warpgroup.wait_group(0)
                 issue(self.mmas.dq(), acc.dq, ds, k_columns, False)
                 warpgroup.wait_group(0)
-                hand_over_dq(acc.dq, context.s_dq, Int32(0), thread)
+                hand_over_dq(acc.dq, context.s_dq, Int32(0), self.full(q_state, Int32(0)), thread)
             else:
                 cute.arch.barrier_arrive(barrier_id=DS_STORED + ds_slot, number_of_threads=self.schedule.mma_threads)
                 warpgroup.wait_group(0)
@@ -427,7 +445,7 @@ class BackwardSm90(PlainEntry):
             warpgroup.wait_group(1)
             if last:
                 pipes.k.consumer_release(kv_state)
-            hand_over_dq(acc.dq, context.s_dq, context.group, thread)
+            hand_over_dq(acc.dq, context.s_dq, context.group, self.full(q_state, context.group), thread)
             if cutlass.const_expr(self.tile.under):
                 self.leave_values(context, turn[1], last)
         warpgroup.wait_group(0)

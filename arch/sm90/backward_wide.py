@@ -107,7 +107,7 @@ class WideBackwardSm90(BackwardSm90):
         if cutlass.const_expr(self.slots[1] > 1):
             issue_dq_halves(self.mmas, ops, acc, group)
             self.issue_values(context, do_state.index, group)
-            self.leave_dq(context, kv_state, group, last)
+            self.leave_dq(context, (kv_state, q_state), group, last)
             self.issue_keys(context, q_state.index, group)
             warpgroup.wait_group(1)
             pipes.do.consumer_release(do_state)
@@ -118,7 +118,7 @@ class WideBackwardSm90(BackwardSm90):
             warpgroup.wait_group(1)
             pipes.do.consumer_release(do_state)
             self.issue_keys(context, q_state.index, group)
-            self.leave_dq(context, kv_state, group, last)
+            self.leave_dq(context, (kv_state, q_state), group, last)
         warpgroup.wait_group(0)
         tell_read(1 - group)
         pipes.q.consumer_release(q_state)
@@ -133,12 +133,13 @@ class WideBackwardSm90(BackwardSm90):
             mask_scores(context.acc.s, thread, *place, context.seqlens, self.mask.causal)
 
     @cute.jit
-    def leave_dq(self, context: MmaContext, kv_state, group: Int32, last):
-        """When all products but those issued last are there."""
+    def leave_dq(self, context: MmaContext, states: tuple, group: Int32, last):
+        """When all products but those issued last are there. `states`: of K and V, and of Q."""
+        kv_state, q_state = states
         warpgroup.wait_group(1)
         if last:
             context.pipes.k.consumer_release(kv_state)
-        hand_over_dq(context.acc.dq, context.s_dq, group, context.thread)
+        hand_over_dq(context.acc.dq, context.s_dq, group, self.full(q_state, group), context.thread)
 
     @cute.jit
     def issue_values(self, context: MmaContext, slot: Int32, group: Int32):

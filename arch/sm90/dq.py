@@ -2,6 +2,9 @@
 
 S and dP are computed once more (dkdv.py has them too); dS is the A operand of dQ += dS K without leaving the registers,
 and dQ stays in them until the end.
+
+Nothing here comes from the kernel for dK and dV but what that one has waited for before it lets this one start: CTAs
+take a multiprocessor as soon as the other kernel leaves it.
 """
 
 from typing import NamedTuple
@@ -91,6 +94,7 @@ class QueryGradientsSm90:
             block=(self.schedule.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=True,
         )
 
     def count(self, sizes: Sizes) -> Int32:
@@ -140,6 +144,7 @@ class QueryGradientsSm90:
             cute.arch.setmaxregister_decrease(schedule.load_registers)
             if warp_index == 0:
                 self.load_role((pipes, ring), sources, rooms, scratch.counters, sizes)
+                cute.arch.griddepcontrol_wait()  # whoever waits for this kernel waits for the one before, too
         else:
             cute.arch.setmaxregister_increase(schedule.mma_registers)
             first = (warp_index // 4 - 1) * WARPGROUP

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cute_flash.spec.plan import Plan, Tile
-from cute_flash.spec.problem import FEW, PACKED, Problem
+from cute_flash.spec.problem import DENSE, FEW, PACKED, Problem
 from cute_flash.spec.scratch import ScratchRule, TableRule
 
 SMEM_LIMIT = 232_448  # bytes a CTA may take: 227 KB, CUDA programming guide, compute capability 9.0
@@ -196,14 +196,14 @@ def wide_backward(problem: Problem) -> bool:
     NVIDIA H200, 2026-11-30, commits 9d04420 and e434319, TFLOP/s wide / apart / FA4. d=192 causal S=512 210 236 214,
     1024 327 316 314, 2048 422 361 385, 4096 495 392 445, 16384 541 411 512, full 1024 429 376 403, 4096 507 401 475,
     16384 568 407 524; (192,128) causal 1024 295 335 284, 2048 384 388 346, 4096 451 431 403, 16384 482 464 464, full
-    1024 381 401 363, 4096 459 441 434, 16384 506 446 478. d=192 causal 4096 added in turn 297, apart 411.
+    1024 381 401 363, 4096 459 441 434, 16384 506 446 478. In turn, d=192 full 1024 413 364 - (commit 1d69293).
     """
     widths = _halved(problem.head_dim), _halved(problem.head_dim_v)
     if widths not in WIDE_WIDTHS:
         return False
     if problem.form == PACKED or not problem.short:
         return True
-    return widths == (192, 192) and str(problem.mask) == "full" and not problem.deterministic
+    return widths == (192, 192) and str(problem.mask) == "full"
 
 
 def packed_backward(problem: Problem) -> bool:
@@ -285,11 +285,11 @@ def _waits(problem: Problem, tile: Tile) -> Tile:
     causal S=1024 368 368 365 363 356, 4096 529 532 540 534 501, 16384 584 590 602 595 549, full 1024 478 483 489 483
     455, 16384 589 575 616 596 569; d=96 causal 512 216 215 214 213 213, 16384 527 548 530 479 496, full 4096 556 574
     508 501 495. d=64, neither / LSE early / half / all: causal 1024 349 344 340 339, 4096 498 484 478 473, full 16384
-    533 526 517 519. In turn, d=96 was 6 to 12% behind its default with both early (commit 4b9289c, in turn / in any
-    order: full 4096 500 565, 16384 521 592, causal 4096 469 506), d=128 2% at most: neither there, not measured yet.
+    533 526 517 519. In turn at d=96, neither / early (commit 1d69293): causal 4096 498 508, 16384 551 564, full 4096
+    525 532, 16384 533 545.
     """
     full_width = width(problem.head_dim) == width(problem.head_dim_v) == FUSED_WIDTH
-    if tile.tile_m == 128 or (problem.deterministic and not full_width):
+    if tile.tile_m == 128:
         return tile
     held = full_width and not (problem.short and problem.mask.causal)
     return replace(tile, early=True, ahead=tile.tile_m // 4 if held else 0, under=tile == TALL_TILE)
@@ -348,6 +348,20 @@ def backward_variant(head_dim: int, head_dim_v: int, tile: Tile) -> str:
     return ALTERNATE if tile.tile_m == 64 and width(head_dim) % 64 != 0 else ""
 
 
+def adds_in_turn(problem: Problem, variant: str) -> bool:
+    """Is the order of additions to dQ fixed: on request, where nothing is added in memory, and where it is faster?
+
+    NVIDIA H200, 2026-11-30, commit 1d69293, TFLOP/s in turn / in any order: d=96 causal S=4096 508 493, 16384 564 528,
+    full 4096 532 542, 16384 545 570. Others causal, S=4096: d=64 481 473, d=128 532 523, d=192 461 474, (192,128) 437
+    440; d=128 causal 512 262 263.
+    """
+    if problem.deterministic or variant == APART:
+        return True
+    dims, causal = (width(problem.head_dim), width(problem.head_dim_v)), str(problem.mask) == "causal"
+    plain = "softcap" not in problem.features and problem.form == DENSE
+    return dims == (96, 96) and causal and plain and not problem.short
+
+
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
     """What is worth measuring beside a plan: perf/variants.py."""
     if plan.variant == WIDE:
@@ -358,6 +372,8 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
         return replace(plan, tile=Tile(64, 64, stages=2)), *others
+    if plan.deterministic:
+        return (replace(plan, deterministic=False),)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
     if plan.head_dim == plan.head_dim_v == 128 and plan.plain:
         rows = (64, TALL_TILE.tile_m)

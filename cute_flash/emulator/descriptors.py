@@ -78,7 +78,7 @@ def operand_chunks(d: Descriptor, rows: int, element: int, mn_major: bool) -> np
     return chunks(d, rows, 32, 0, False)
 
 
-def fetch(shared, found: np.ndarray, mn_major: bool) -> np.ndarray:
+def fetch(shared, found: np.ndarray) -> np.ndarray:
     """Bytes of an operand: (rows, 32) for K-major, (k, rows * element) for MN-major."""
     top = int(found.max()) * 16 + 16
     if top > shared.limit:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 F32_TINY = np.float32(1.17549435e-38)
-CANONICAL_NAN = np.uint32(0x7FFFFFFF)
 
 
 def flush(row):

@@ -303,14 +303,14 @@ class Mma(Operation):
         counters.mma_shared_read += per_cta * len(self.ctas)
 
     def _b(self, cta) -> np.ndarray:
-        raw = descriptors.fetch(cta.shared, self.b_chunks, self.shape.b_mn_major)
+        raw = descriptors.fetch(cta.shared, self.b_chunks)
         b = formats.decode(raw, self.shape.b_type)
         return b if self.shape.b_mn_major else b.T
 
     def _a(self, cta, lanes: np.ndarray) -> np.ndarray:
         shape = self.shape
         if self.a_chunks is not None:
-            a = formats.decode(descriptors.fetch(cta.shared, self.a_chunks, shape.a_mn_major), shape.a_type)
+            a = formats.decode(descriptors.fetch(cta.shared, self.a_chunks), shape.a_type)
             return a.T if shape.a_mn_major else a
         column = self.a_tmem & 0xFFFF
         words = np.ascontiguousarray(cta.tmem.data[lanes + (self.a_tmem >> 16), column : column + 8])
@@ -421,7 +421,7 @@ class Copy(Operation):
 
     def run(self) -> None:
         for cta in self.ctas:
-            raw = descriptors.fetch(cta.shared, self.chunks, False)
+            raw = descriptors.fetch(cta.shared, self.chunks)
             words = np.ascontiguousarray(raw).view(np.uint32)
             quarters = words.reshape(-1, 32, self.columns)
             if self.rows == 64:

@@ -122,7 +122,7 @@ class Mma(Operation):
         warps = sorted(self.warps, key=lambda w: w.index)
         k = 32 // spec.element
         a = self._a(warps)
-        raw = descriptors.fetch(cta.shared, self.b_chunks, spec.b_mn_major)
+        raw = descriptors.fetch(cta.shared, self.b_chunks)
         b = formats.decode(raw, spec.b_type)
         b = b if spec.b_mn_major else b.T  # (k, n)
         product = a @ b if spec.d_type != "s32" else (a.astype(np.float64) @ b.astype(np.float64))
@@ -141,7 +141,7 @@ class Mma(Operation):
     def _a(self, warps: list) -> np.ndarray:
         spec = self.spec
         if spec.a_index is None:
-            raw = descriptors.fetch(self.warp.cta.shared, self.a_chunks, spec.a_mn_major)
+            raw = descriptors.fetch(self.warp.cta.shared, self.a_chunks)
             a = formats.decode(raw, spec.a_type)
             return a.T if spec.a_mn_major else a
         parts = []

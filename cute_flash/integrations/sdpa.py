@@ -19,6 +19,7 @@ from ..api import attention
 from ..runtime import report, request, substitution
 from ..spec import settings
 from ..spec.errors import StrictFallbackError, UnsupportedError
+from ..spec.problem import HEAD_DIM_MAX, HEAD_DIM_MIN
 
 NAME = "scaled_dot_product_attention"
 TORCH = F.scaled_dot_product_attention  # torch's own, whatever is patched later
@@ -134,9 +135,8 @@ def _misscaled(scale: Any) -> str | None:
 
 def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str | None:
     """The rules of shapes."""
-    low, high = request.HEAD_DIM_MIN, request.HEAD_DIM_MAX
-    if not (low <= query.shape[3] <= high and low <= value.shape[3] <= high):
-        return f"head_dim is outside {low}..{high}"
+    if not all(HEAD_DIM_MIN <= x.shape[3] <= HEAD_DIM_MAX for x in (query, value)):
+        return f"head_dim is outside {HEAD_DIM_MIN}..{HEAD_DIM_MAX}"
     if 0 in query.shape or 0 in key.shape:
         return "query or key is empty"
     if not query.shape[0] == key.shape[0] == value.shape[0]:

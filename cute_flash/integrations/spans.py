@@ -92,7 +92,7 @@ def of_packed(numbers: torch.Tensor, bounds: Bounds) -> torch.Tensor:
 def _written(runs: Iterable[tuple[int, int, int, int]], bounds: Bounds) -> torch.Tensor:
     """read() undoes it."""
     tail = [-1 if bound is None else bound for bound in bounds]
-    return torch.tensor([[*run, *tail] for run in runs], dtype=torch.int32)[:, None, None]
+    return torch.tensor([[*run, *tail] for run in runs], dtype=torch.int32, device="cpu")[:, None, None]
 
 
 def _runs(real: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -100,7 +100,7 @@ def _runs(real: torch.Tensor) -> tuple[list[int], list[int]]:
     real = real.cpu().bool()
     starts = real.int().argmax(1)
     stops = starts + real.sum(1)
-    keys = torch.arange(real.shape[1])
+    keys = torch.arange(real.shape[1], device=real.device)
     whole = ((keys >= starts[:, None]) & (keys < stops[:, None]) == real).all(1)
     if not bool(whole.all()):
         row = int(whole.int().argmin())
@@ -166,7 +166,8 @@ def _lengths(parts: list[Part], q: torch.Tensor, k: torch.Tensor) -> Lengths:
         starts.append((first_row + rows.stop, first_key + keys.stop))
     once = list(dict.fromkeys(starts))
     cu_seqlens_q, cu_seqlens_k = (
-        torch.tensor(of, dtype=torch.int32).to(q.device, non_blocking=True) for of in zip(*once, strict=True)
+        torch.tensor(of, dtype=torch.int32, device="cpu").to(q.device, non_blocking=True)
+        for of in zip(*once, strict=True)
     )
     longest_q = max(part.rows.stop - part.rows.start for part in parts)
     longest_k = max(part.keys.stop - part.keys.start for part in parts)

@@ -231,7 +231,7 @@ class CacheCall:
 
     __slots__ = (
         "_aligns", "_allocate", "_heads_kv", "_kernel", "_nothing", "_options", "_rows", "_scratch", "_sharing",
-        "_tile_m", "anywhere", "scale",
+        "_tile_m", "_tile_n", "anywhere", "scale",
     )  # fmt: skip
 
     def __init__(self, problem: Problem, q: torch.Tensor, options: Options) -> None:
@@ -243,8 +243,9 @@ class CacheCall:
         site = launch.site_of(q.device, q.dtype, decision)
         self._allocate = launch.outputs_of(site, problem.head_dim_v, options.return_lse)
         self._heads_kv, self._rows = problem.heads_kv, problem.group
-        assert decision.plan.tile is not None  # every backend with caches has tiles
-        self._tile_m, self._options = decision.plan.tile.tile_m, options
+        tile = decision.plan.tile
+        assert tile is not None  # every backend with caches has tiles
+        self._tile_m, self._tile_n, self._options = tile.tile_m, tile.tile_n, options
         self._sharing = sharing_of(decision.plan, problem.device.sm_count)
         self._aligns = decision.backend.row_alignment > 0
         scratch = decision.backend.scratch(decision.plan)
@@ -263,6 +264,8 @@ class CacheCall:
         elif num_splits is None:
             query_tiles = batch * self._heads_kv * -(-seqlen_q * self._rows // self._tile_m)
             num_splits = cache_splits(query_tiles, capacity, *self._sharing)
+        else:  # shares are whole key tiles: more of them than there may be tiles would be empty, and want memory
+            num_splits = min(num_splits, -(-capacity // self._tile_n))
         splits = max(1, num_splits)
         out, lse = outputs = self._allocate(q, batch, seqlen_q)
         k, v, *tables = cache

@@ -156,10 +156,11 @@ def _through_disk(root: Path, backend: Backend, plan: Plan) -> Compiled:
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(diskcache.locked(root, key))
+            hit = _from_disk(root, key, remove_bad=True)
         except OSError as error:
             _say_unusable(root, error)
             return _in_memory(backend, plan)
-        return _from_disk(root, key, remove_bad=True) or _build_and_store(root, key, backend, plan)
+        return hit or _build_and_store(root, key, backend, plan)
 
 
 def _in_memory(backend: Backend, plan: Plan) -> Compiled:

@@ -146,20 +146,30 @@ def store(root: Path, key: str, exported: Any, facts: dict[str, Any]) -> tuple[P
 
 
 def entries(root: Path) -> list[Entry]:
-    """Every entry of the folder, newest first."""
+    """Every entry of the folder, newest first; what cannot be read is damaged, what is gone meanwhile is none."""
     found = []
-    for path in sorted(root.glob("*"), key=lambda p: -p.stat().st_mtime):
+    for path in root.glob("*"):
         if path.suffix in _OPENERS:
-            data = path.read_bytes()
-            found.append(Entry(path, len(data), _unseal(data) or {}))
-    return found
+            with contextlib.suppress(FileNotFoundError):
+                found.append((path.stat().st_mtime, _entry(path)))
+    return [entry for _, entry in sorted(found, key=lambda pair: -pair[0])]
+
+
+def _entry(path: Path) -> Entry:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError:
+        data = b""
+    return Entry(path, len(data), _unseal(data) or {})
 
 
 def clear(root: Path) -> int:
     """Remove every entry, and what killed builders left. Lock files stay: a builder may hold one. Returns the count."""
     count = 0
     for path in root.glob("*"):
-        if path.suffix in _OPENERS:
+        if path.suffix in _OPENERS and not path.is_dir():  # no entry is a folder: whoever made it may remove it
             path.unlink(missing_ok=True)
             count += 1
         elif path.suffix == ".building" and time.time() - path.stat().st_mtime > 3600:

@@ -16,10 +16,9 @@ from torch.autograd import forward_ad
 from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.mask import Mask
-from ..spec.problem import DENSE, FORWARD, SHORT_KEYS, Problem
+from ..spec.problem import DENSE, FORWARD, HEAD_DIM_MAX, HEAD_DIM_MIN, SHORT_KEYS, Problem
 from . import emulation
 
-HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256
 # Below, scale * log2(e) leaves float32's normal range. Above, ordinary scores times scale pass 2^28, where half an ulp
 # of the product no longer fits the exponent of a probability.
 SCALE_MIN, SCALE_MAX = 2.0**-100, 2.0**16
@@ -304,7 +303,10 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"k and v must have one head count, got {k.shape[-2]} and {v.shape[-2]}")
     if k.shape[-1] != head_dim:
         raise ValueError(f"q and k must have one head_dim, got {head_dim} and {k.shape[-1]}")
-    heads_kv = k.shape[-2]
+    _check_group(heads_q, k.shape[-2])
+
+
+def _check_group(heads_q: int, heads_kv: int) -> None:
     if heads_q % heads_kv if heads_kv else heads_q:
         raise ValueError(f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}")
 
@@ -341,11 +343,9 @@ def check_cache(q: Any, k_cache: Any, v_cache: Any, values: bool = True) -> None
         shapes = f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         raise ValueError(f"k_cache and v_cache must be alike but for their last dimension, got {shapes}")
     heads_q, head_dim = q.shape[2:]
-    heads_kv = k_cache.shape[2]
     if k_cache.shape[3] != head_dim:
         raise ValueError(f"q and k_cache must have one head_dim, got {head_dim} and {k_cache.shape[3]}")
-    if heads_q % heads_kv if heads_kv else heads_q:
-        raise ValueError(f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}")
+    _check_group(heads_q, k_cache.shape[2])
     _check_tangents({"q": q, "k_cache": k_cache, "v_cache": v_cache})
     _check_limits(q, v_cache, values)
 

@@ -6,6 +6,7 @@ from .device import Device
 from .mask import FULL, Mask
 
 FORWARD, BACKWARD = "forward", "backward"
+HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256  # of head_dim and head_dim_v
 SHORT_KEYS = 1024  # up to here a call counts as short
 # How sequences lie in the operands, see backend.py.
 DENSE, PACKED, CACHE = "dense", "packed", "cache"

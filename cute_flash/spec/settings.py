@@ -38,9 +38,14 @@ def _flag(name: str, value: str) -> bool:
     raise ValueError(f"{name}={value!r} is not 0 or 1")
 
 
-def _default_cache_dir(environ: Mapping[str, str]) -> Path:
-    root = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "cute_flash"
+def _cache_dir(environ: Mapping[str, str]) -> Path | None:
+    """A leading ~ is the home folder here too: not every variable has been through a shell. Where nothing is set and no
+    home is known there is none: no folder named ~ is made where the program runs."""
+    given = environ.get("CUTE_FLASH_CACHE_DIR", "")
+    if given:
+        return None if given in ("0", "off") else Path(os.path.expanduser(given))
+    root = environ.get("XDG_CACHE_HOME") or os.path.expanduser(os.path.join("~", ".cache"))
+    return None if root.startswith("~") else Path(root) / "cute_flash"
 
 
 def read(environ: Mapping[str, str]) -> Settings:
@@ -48,12 +53,11 @@ def read(environ: Mapping[str, str]) -> Settings:
     backend = environ.get("CUTE_FLASH_BACKEND", "")
     topics = [t.strip() for t in environ.get("CUTE_FLASH_LOG", "").split(",") if t.strip()]
     emulate = environ.get("CUTE_FLASH_EMULATE", "")
-    cache = environ.get("CUTE_FLASH_CACHE_DIR", "")
     return Settings(
         backend=_choice("CUTE_FLASH_BACKEND", backend, BACKEND_NAMES) if backend else None,
         log=frozenset(_choice("CUTE_FLASH_LOG", t, LOG_TOPICS) for t in topics),
         strict=_flag("CUTE_FLASH_STRICT", environ.get("CUTE_FLASH_STRICT", "")),
-        cache_dir=None if cache in ("0", "off") else Path(cache) if cache else _default_cache_dir(environ),
+        cache_dir=_cache_dir(environ),
         emulate=_choice("CUTE_FLASH_EMULATE", emulate, EMULATED_ARCHES) if emulate else None,
     )
 

@@ -61,6 +61,13 @@ def turn() -> int:
     return int(chosen) if chosen else datetime.datetime.now(datetime.timezone.utc).date().toordinal()
 
 
+def way_of_today(at: int, days: int, ways: int, every: int = 1) -> int | None:
+    """In which of its ways the at-th of some cells runs; None on all but one of `days` days. In days * ways days each
+    cell has run in each way. Counts each so manyth day alone (`every`), where the days between are another's."""
+    today = turn() // every + at
+    return None if today % days else today // days % ways
+
+
 class _CompileClock:
     """Processor time that compiling takes."""
 

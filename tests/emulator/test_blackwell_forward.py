@@ -1,8 +1,9 @@
 """Our Blackwell forward, emulated, against float64: tile edges, masks, windows, softcaps, groups, lengths, head dims,
 splits, hard values.
 
-Every run: each cell once, its architecture and schedule rotating by day. scripts/test --all: each cell under all its
-schedules on both; with --emulator-csv perf/results/emulator_blackwell_forward.csv, one row a run.
+Every run: a third of the cells on one architecture and one cell on the other, each under one schedule, all rotating by
+day. scripts/test --all: each cell under all its schedules on both; with --emulator-csv
+perf/results/emulator_blackwell_forward.csv, one row a run.
 """
 
 import csv
@@ -14,7 +15,7 @@ import pytest
 from .. import oracle
 from ..cases import Case, make_inputs
 from ..runner import Runner
-from .hopper import SCHEDULES, Schedule, attend, turn
+from .hopper import SCHEDULES, Schedule, attend, turn, way_of_today
 
 TABLE = Path(__file__).resolve().parents[2] / "perf" / "results" / "emulator_blackwell_forward.csv"
 ARCHES = ("sm_100a", "sm_103a")
@@ -176,15 +177,20 @@ def schedules_of(arch: str, cell: Cell) -> tuple[Schedule, ...]:
 
 
 def runs():
-    """Every cell on both architectures under its schedules; those whose turn it is not are slow."""
+    """Every cell on both architectures under its schedules; those whose turn it is not are slow.
+
+    A day has one architecture, since compiling takes most of the time; one cell shows that the other still runs.
+    """
     for arch in ARCHES:
+        others_day = ARCHES[turn() % len(ARCHES)] != arch
         for index, cell in enumerate(CELLS):
-            ways = [(of, schedule) for of in ARCHES for schedule in schedules_of(of, cell)]
-            for number, (of, schedule) in enumerate(ways):
-                due = (index + turn()) % len(ways) == number
-                if of == arch:
-                    marks = [] if due else [pytest.mark.slow]
-                    yield pytest.param(arch, cell, schedule, id=f"{arch}-{cell}-{schedule}", marks=marks)
+            ways = schedules_of(arch, cell)
+            way = way_of_today(index, 3, len(ways), every=len(ARCHES))
+            if others_day:
+                way = 0 if index == turn() % len(CELLS) else None
+            for number, schedule in enumerate(ways):
+                marks = [] if number == way else [pytest.mark.slow]
+                yield pytest.param(arch, cell, schedule, id=f"{arch}-{cell}-{schedule}", marks=marks)
 
 
 def combines(cell: Cell) -> bool:
@@ -228,7 +234,14 @@ def test_persistent_ctas_take_several_tiles(dims, poisoned_empty):
     check(case(dims, (200, 260), heads=(3, 1)), Schedule("late", "random", 5), sms=2)
 
 
-@pytest.mark.parametrize("schedule", EVERY_SEED, ids=str)
+def seeds():
+    """One of them a day; the others are slow."""
+    for number, schedule in enumerate(EVERY_SEED):
+        due = way_of_today(0, 1, len(EVERY_SEED)) == number
+        yield pytest.param(schedule, id=str(schedule), marks=[] if due else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("schedule", seeds())
 @pytest.mark.parametrize("dims, rows", [(128, 300), ((192, 128), 300), (256, 200)], ids=str)
 def test_persistent_pairs_take_several_tiles(dims, rows, schedule, poisoned_empty):
     """Three multiprocessors hold one pair, which takes three units: there and back, as single CTAs do."""

@@ -95,7 +95,7 @@ def marks(at: int, n: int, days: int):
 
 
 RUNS = [
-    pytest.param(*cell, schedule, marks=marks(at, n, 3),
+    pytest.param(*cell, schedule, marks=marks(at, n, 5),
                  id=f"{cell[0]}-sms{cell[1]}{HINTS[cell[2]['max_seqlen_q']]}-{schedule}")
     for at, cell in enumerate(GRID) for n, schedule in enumerate(CHOSEN)
 ]  # fmt: skip
@@ -148,7 +148,7 @@ def backward_grid() -> list[tuple[PackedCase, int, bool]]:
 
 
 BACKWARD_RUNS = [
-    pytest.param(*cell, schedule, marks=marks(at, n, 4),
+    pytest.param(*cell, schedule, marks=marks(at, n, 6),
                  id=f"{cell[0]}-sms{cell[1]}{'-dlse' if cell[2] else ''}-{schedule}")
     for at, cell in enumerate(backward_grid()) for n, schedule in enumerate(CHOSEN)
 ]  # fmt: skip

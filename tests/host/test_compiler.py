@@ -351,6 +351,27 @@ def test_a_folder_that_cannot_be_made_is_said_once_and_memory_serves(backend, tm
     assert said.count(f"the cache folder {folder} cannot be used") == 1
 
 
+@pytest.mark.parametrize("suffix", ["so", "lock", "building"])
+def test_a_folder_where_a_file_should_be_is_said_and_memory_serves(backend, capfd, suffix):
+    path = _stored(backend).with_suffix(f".{suffix}")
+    settings.current.cache_dir.joinpath(path.with_suffix(".so")).unlink()
+    path.unlink(missing_ok=True)
+    if suffix == "building":
+        path.write_text("in the way")
+    else:
+        path.mkdir()
+    assert compiler.kernel_for(backend, PLAN).kernel is backend.kernel
+    assert "cannot be used" in capfd.readouterr().err
+    diskcache.entries(settings.current.cache_dir)
+    assert diskcache.clear(settings.current.cache_dir) == 0 and path.exists()
+
+
+def test_listing_passes_over_what_is_gone(backend):
+    path = _stored(backend)
+    path.with_name("zz.so").symlink_to(path.with_name("nowhere"))
+    assert [entry.path for entry in diskcache.entries(settings.current.cache_dir)] == [path]
+
+
 def _as_nobody(backend, results, plan):
     os.setuid(65534)
     compiled = compiler.kernel_for(backend, plan)

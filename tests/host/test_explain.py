@@ -110,6 +110,11 @@ def test_a_scale_that_moves_into_q_is_named_as_a_copy(scale, capfd):
     assert capfd.readouterr().err.count(sentence) == 1
 
 
+def test_what_is_no_tensor_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"q must be a torch.Tensor, got NoneType"):
+        explain(None, None, None)
+
+
 def test_deterministic_and_lse_are_part_of_the_problem():
     text = str(explain(*qkv(), deterministic=True, return_lse=True))
     assert "lse deterministic" in text.splitlines()[0]

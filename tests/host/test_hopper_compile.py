@@ -100,7 +100,10 @@ EVERY_BACKWARD = list(
     | dict.fromkeys(
         backward(dims, mask, *features, deterministic=True, short=short)
         for dims, mask, features, short in itertools.product(
-            [(192, 192), (192, 128)], (FULL, CAUSAL, WINDOW), ((), ("softcap",)), (False, True)
+            [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128)],
+            (FULL, CAUSAL, WINDOW),
+            ((), ("softcap",)),
+            (False, True),
         )
     )
     | dict.fromkeys(
@@ -172,9 +175,15 @@ def test_wide_heads_take_one_kernel_where_it_won():
         backward(dims, mask, deterministic=True) for dims in ((192, 192), (160, 104)) for mask in (FULL, CAUSAL)
     ]
     assert {(each.variant, each.deterministic) for each in repeatable} == {("wide", True)}
-    short = backward((192, 192), FULL, short=True, deterministic=True)
-    assert short.variant == "apart" and short.deterministic
+    assert variant((192, 192), FULL, short=True, deterministic=True) == "wide"
     assert not backward((192, 192), FULL).deterministic
+
+
+def test_long_causal_heads_of_96_add_in_turn_unasked():
+    assert backward((96, 96), CAUSAL).deterministic and backward((72, 80), CAUSAL).deterministic
+    others = [backward((96, 96), CAUSAL, short=True), backward((96, 96), CAUSAL, "softcap"), backward((96, 96), FULL)]
+    others += [backward((64, 96), CAUSAL), backward((128, 128), CAUSAL), backward((192, 192), CAUSAL)]
+    assert not any(each.deterministic for each in others)
 
 
 def test_long_heads_of_128_under_a_full_mask_have_tiles_of_80_queries():

@@ -380,6 +380,7 @@ def test_split_counts():
     [
         ({}, 3000, (8, 0)),
         ({"num_splits": 3}, 3000, (3, 0)),
+        ({"num_splits": 10**20}, 3000, (12, 0)),  # as many as there are tiles of 256 keys: others would be empty
         ({"batch_invariant": True}, 3000, (-(-3000 // INVARIANT_SPLIT_KEYS), 512)),
         ({"batch_invariant": True}, 100, (2, 512)),  # as a longer cache's, whose shares are merged
     ],

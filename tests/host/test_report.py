@@ -2,12 +2,13 @@
 
 import csv
 import io
+import re
 import subprocess
 from html.parser import HTMLParser
 
 import pytest
 
-from perf import figures, memory, page, points, records, report, traffic
+from perf import contents, figures, memory, page, points, records, report, traffic
 
 WALK = points.point(64, "full", 4096, batch=1, heads_q=1, heads_kv=1)  # one head of the papers' walkthrough
 CAUSAL = points.point(64, "causal", 4096, batch=1, heads_q=1, heads_kv=1)
@@ -217,3 +218,40 @@ def test_a_page_and_figures_are_small_files(results, tmp_path):
         figures.throughput([])
     with pytest.raises(SystemExit):
         report.main([])
+
+
+# ------------------------------------------------------------------------------------------------------------- notes
+
+
+def test_entries_are_listed_by_subject():
+    notes = """# Notes
+
+```
+## a heading in an example
+```
+
+## 2026-01-03  Hopper forward: twice (lost)
+## 2026-01-02  Hopper backward, d=128: once
+## 2026-01-03  Hopper forward: twice (lost)
+## 2026-01-01  Clocks
+"""
+    assert contents.contents(notes).splitlines() == [
+        "**Hopper forward**",
+        "",
+        "- [Hopper forward: twice (lost)](#2026-01-03--hopper-forward-twice-lost)",
+        "- [Hopper forward: twice (lost)](#2026-01-03--hopper-forward-twice-lost-1)",
+        "",
+        "**Hopper backward**",
+        "",
+        "- [Hopper backward, d=128: once](#2026-01-02--hopper-backward-d128-once)",
+        "",
+        "**Everything else**",
+        "",
+        "- [Clocks](#2026-01-01--clocks)",
+    ]
+
+
+def test_every_link_in_the_notes_leads_to_an_entry():
+    text = contents.NOTES.read_text()
+    links = re.findall(r"\]\(#(.+)\)$", text, flags=re.MULTILINE)
+    assert len(links) > 50 and set(links) <= set(contents.anchors(contents.entries(text)))

@@ -1,5 +1,6 @@
 """Environment variables: what they accept, and the sentence for what they do not."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,16 @@ def test_every_variable_is_read():
 
 def test_the_cache_can_be_turned_off_or_follow_xdg():
     assert settings.read({"CUTE_FLASH_CACHE_DIR": "0"}).cache_dir is None
+    assert settings.read({"XDG_CACHE_HOME": "/x"}).cache_dir == Path("/x/cute_flash")
+
+
+def test_a_cache_folder_in_the_home_and_none_without_one(monkeypatch):
+    """A variable that no shell has read may begin with ~, and some containers have a user without a home."""
+    monkeypatch.setenv("HOME", "/h")
+    assert settings.read({"CUTE_FLASH_CACHE_DIR": "~/x"}).cache_dir == Path("/h/x")
+    assert settings.read({}).cache_dir == Path("/h/.cache/cute_flash")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it is where nothing is known
+    assert settings.read({}).cache_dir is None
     assert settings.read({"XDG_CACHE_HOME": "/x"}).cache_dir == Path("/x/cute_flash")
 
 

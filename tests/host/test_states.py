@@ -87,6 +87,8 @@ def test_gradients_through_both_parts_are_those_of_the_whole():
 OUT, LSE = torch.zeros(2, 3, 4, 8), torch.zeros(2, 4, 3)
 BAD = [
     ((None, LSE, OUT, LSE), TypeError, "o1 must be a torch.Tensor, got NoneType"),
+    ((torch.nested.nested_tensor([OUT[0], OUT[1]]), LSE, OUT, LSE), TypeError, "o1 must be .* got a nested tensor"),
+    ((OUT, LSE, OUT, LSE.to_sparse()), TypeError, "lse2 must be a plain strided tensor, got torch.sparse_coo"),
     ((OUT[0, 0], LSE, OUT, LSE), ValueError, r"o1 must be .*, got \(4, 8\)"),
     ((OUT, LSE, OUT[:1], LSE), ValueError, "o1 and o2 must have one shape"),
     ((OUT, LSE, OUT.double(), LSE), TypeError, "o1 and o2 must have one dtype"),

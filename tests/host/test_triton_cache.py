@@ -21,6 +21,7 @@ from .test_triton_interpreter import H200, Output, repair_interpreter
 
 LITTLE = {"dtype": "float32"}
 LENS = (0, 1, 31, 33, 100)
+WILD = {"splits": 2, "new": 3, "wild": (2**31 - 1, -(2**31))}
 ALONE, SHARED, INVARIANT = {"splits": 1}, {"splits": 3}, {"splits": 4, "split_keys": 32}
 
 PAGES_OF_64 = CacheCase(lens_of(64), 4, causal=True, capacity=150, page_size=64, **LITTLE)
@@ -44,10 +45,7 @@ CASES = [
     (CacheCase((40, 1), chosen=True, **LITTLE), {"splits": 1, "new": 1}),
     (CacheCase((60,), head_dim=96, head_dim_v=80, dtype="float16"), ALONE),
     (CacheCase((100, 5), **LITTLE), {"splits": 40}),  # more shares than keys, and than the merge reads at a time
-    *(
-        (CacheCase((7, 40), page_size=p, **LITTLE), {"splits": 2, "new": 3, "wild": (2**31 - 1, -(2**31))})
-        for p in (0, 16)
-    ),
+    *((CacheCase((7, 40), page_size=p, **LITTLE), WILD) for p in (0, 16)),
     pytest.param(PAGES_OF_64, SHARED, marks=pytest.mark.slow),
     pytest.param(PAGES_OF_256, SHARED, marks=pytest.mark.slow),
 ]

@@ -57,7 +57,7 @@ def _add_chunk(s_dq: cute.Tensor, sums: cute.Tensor, chunk: cutlass.Constexpr[in
 @cute.jit
 def _in_turn(warp: Int32, turns: cute.Tensor, part: Int32, turn: Int32):
     if warp == 0:
-        wait_for(turns, part, turn, Int32(-1))
+        wait_for(turns, part, turn)
 
 
 @cute.jit

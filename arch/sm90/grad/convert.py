@@ -16,8 +16,10 @@ from .memory import dq_chunks
 
 
 @cute.jit
-def _convert(sums: cute.Tensor, dq: cute.Tensor, at: tuple, tile: Int32, scale: Float32, shape: cutlass.Constexpr):
-    """One tile. `at`: (tile of the sums, head, batch); `tile`: of dQ. The rest as convert_kernel has it."""
+def _convert(source: tuple, dq: cute.Tensor, at: tuple, tile: Int32, scale: Float32, shape: cutlass.Constexpr):
+    """One tile. `source`: (sums, turns); `at`: (tile of these, head, batch); `tile`: of dQ. The rest as convert_kernel
+    has it."""
+    sums, turns = source
     tile_m, columns = shape
     turned = tile_m % 64 != 0  # a part holds all rows, transposed; else 64
     registers = (tile_m if turned else 64) * columns // WARPGROUP
@@ -30,6 +32,10 @@ def _convert(sums: cute.Tensor, dq: cute.Tensor, at: tuple, tile: Int32, scale: 
     for chunk in cutlass.range_constexpr(registers // 4):
         cute.autovec_copy(mine[None, chunk], values[None, chunk])
     values.store(values.load() * scale)
+    if cutlass.const_expr(turns is not None):
+        added = turns[part, slot, head, batch]
+        if added == 0:
+            values.fill(0.0)
     rows = dq[batch, None, head, None]
     if cutlass.const_expr(turned):
         store_transposed(values, rows, lane, (tile * tile_m, part * columns), dq.element_type)
@@ -50,13 +56,14 @@ def convert_kernel(
     dq: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim)
     scale: Float32,
     shape: cutlass.Constexpr,  # (tile_m, columns of a part); a warpgroup of this kernel a part
+    turns: cute.Tensor | None = None,  # see Scratch: sums that nobody added to are not there
     starts: cute.Tensor | None = None,  # of packed sequences; tiles are slots then, see common/ragged.py
 ):
     at, (_, tiles, heads, batches) = row_tile_of(sums), sums.shape
     at = tiles - 1 - at[0], heads - 1 - at[1], batches - 1 - at[2]  # the last sums first: they are in L2 yet
     if cutlass.const_expr(starts is None):
-        _convert(sums, dq, at, at[0], scale, shape)
+        _convert((sums, turns), dq, at, at[0], scale, shape)
     else:
         slot = slot_rows(starts, at[0], dq.shape[1], shape[0])
         if slot.tile * shape[0] < slot.rows.count:
-            _convert(sums, only_rows(dq, 1, slot.rows), at, slot.tile, scale, shape)
+            _convert((sums, turns), only_rows(dq, 1, slot.rows), at, slot.tile, scale, shape)

@@ -11,6 +11,7 @@ DS_STORED            all MMA threads                dS of the tile is in shared 
 DS_STORED + slot     all MMA threads                the same where one makes all of dQ: the other does not wait
 DQ_FULL + p          160: a warpgroup and a warp    part p of dQ is in shared memory
 DQ_EMPTY + p         160: the same                  that part has been read
+DQ_NEXT + j % n      160: the same                  in turn: dQ of job j is there; n = ADDERS * parts, see in_turn_full
 TILE_READ + w        256: both warpgroups           the one that is not w has multiplied the P and dS of a tile
 
 dS has two slots and one barrier: who stores dS of tile i + 2 has passed the barrier of tile i + 1, which every
@@ -28,8 +29,10 @@ from cutlass import Float32, Int32
 
 from ..schedule import WARPGROUP, Schedule
 from .memory import slots_of
+from .schedule import ADDERS
 
 DS_STORED, DQ_FULL, DQ_EMPTY, TILE_READ = 1, 3, 5, 7  # ids; each takes up to two
+DQ_NEXT = 9  # takes up to six
 DQ_THREADS = WARPGROUP + 32
 
 
@@ -78,6 +81,12 @@ def tell_read(group: Int32):
 def wait_read(group: Int32):
     """By warpgroup `group`, until the other has said so."""
     cute.arch.barrier(barrier_id=TILE_READ + group, number_of_threads=2 * WARPGROUP)
+
+
+def in_turn_full(job: Int32, parts: int):
+    """The barrier at which an adding warp waits for a part of dQ, its `job` of the CTA. One for each warp and part: the
+    warp of another job may be early, and the other warpgroup's part, whose turn comes by itself, late."""
+    return DQ_NEXT + job % (ADDERS * parts)
 
 
 def as_words(values: cute.Tensor) -> cute.Tensor:

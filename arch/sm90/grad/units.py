@@ -19,11 +19,10 @@ from .zeros import Zeroing
 class KeyUnits:
     """Of one Plan. `origin`: what the kernel is given beside its operands."""
 
-    zeroes = True  # do CTAs store the zeros that sums of dQ start as? See zeros.py
-
     def __init__(self, plan: Plan, in_turn: bool):
         self.tile, self.mask, self.in_turn = plan.tile, plan.mask, in_turn
         self.widths = plan.head_dim, plan.head_dim_v
+        self.zeroes = not in_turn  # do CTAs store the zeros that sums of dQ start as? See zeros.py
 
     def count(self, origin: Zeroing, sizes: Sizes) -> Int32:
         return unit_count(sizes, self.tile)
@@ -60,7 +59,9 @@ class PackedKeyUnits(KeyUnits):
     """Of packed sequences: key tiles as prepare_kernel of sequences.py counts them, most query rows first. `origin`
     has its table."""
 
-    zeroes = False
+    def __init__(self, plan: Plan, in_turn: bool):
+        super().__init__(plan, in_turn)
+        self.zeroes = False
 
     def count(self, origin: Zeroing, sizes: Sizes) -> Int32:
         return tile_total(origin.table, sizes.heads_kv)
