@@ -232,16 +232,26 @@ def test_the_recorded_errors_are_at_most_the_hopper_kernels():
             assert float(row[f"{name}_blackwell"]) <= ALLOWED_RATIO * float(row[f"{name}_hopper"]), (row["shape"], name)
 
 
-def test_training_through_the_front_door_gives_the_hopper_gradients():
+TRAINED = (
+    Case(1, 130, 200, 2, 1, 64, 64, True),
+    Case(1, 129, 256, 2, 1, 128, 128),  # pairs of CTAs in both directions
+    Case(1, 65, 130, 4, 2, 192, 128, True, window=(70, None)),
+    Case(1, 70, 129, 2, 2, 96, 96, softcap=10.0, dtype="float16"),
+    Case(1, 65, 200, 2, 1, 256, 256, True),
+)
+
+
+@pytest.mark.parametrize("case", in_rotation(TRAINED))
+def test_training_through_the_front_door_gives_the_hopper_gradients(case):
     """attention() pairs forward and backward of one architecture: the same, but for a rounding of O and LSE."""
-    inputs, found = make_inputs(Case(1, 130, 200, 2, 1, 64, 64, True)), {}
+    inputs, found = make_inputs(case), {}
     for arch in ("sm_90a", ARCH):
         leaves = [x.clone().requires_grad_() for x in inputs.qkv]
         with (
             settings.override(cache_dir=None, backend=None, strict=True),
             cute_flash.emulate(arch, mode="late", seed=1),
         ):
-            cute_flash.attention(*leaves, causal=True).backward(inputs.dout)
+            cute_flash.attention(*leaves, **case.options).backward(inputs.dout)
         found[arch] = [x.grad for x in leaves]
     for ours, theirs in zip(found[ARCH], found["sm_90a"], strict=True):
         assert oracle.relative_error(ours, theirs.double()) < 2e-3
