@@ -155,7 +155,7 @@ def test_uneven_rows_are_shared_out_by_their_lengths(each, sms, shares, poisoned
         return decision, run
 
     inputs = make_inputs(each)
-    with emulated(SEEDS[way_of_today(0, 1, len(SEEDS))], sms), mock.patch.object(launch, "ready", watched):
+    with emulated(SEEDS[turn() % len(SEEDS)], sms), mock.patch.object(launch, "ready", watched):
         result = attention_kvcache(*inputs.qkv, **inputs.tables, **each.options, return_lse=True, backend="sm90")
     check(each, inputs, *result)
     splits, split_keys, memory = scratch[0]
