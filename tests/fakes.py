@@ -22,7 +22,6 @@ class FakeBackend:
 
     name: str = "sm90"
     exports: bool = False
-    spreads: bool = False
     row_alignment: int = 0
     toolchain: tuple[str, ...] = ()
     refusals: Sequence[str] = ()

@@ -17,7 +17,6 @@ from . import support
 class ReferenceBackend:
     name = "reference"
     exports = False
-    spreads = False
     row_alignment = 0
 
     def native(self, device: Device) -> bool:

@@ -114,8 +114,7 @@ class DecodeSm90:
             min_blocks_per_mp=self.ctas_asked,
         )
         if splits > 1:
-            partials, shape = partials_of(memory, sizes, self.width_v), (self.width_v, self.tile.tile_n)
-            launch_merge(partials, out, lse, tables[0], sizes, shape, stream)
+            launch_merge(partials_of(memory, sizes, self.width_v), out, lse, sizes, self.width_v, stream)
 
     @cute.kernel
     def kernel(
@@ -132,7 +131,7 @@ class DecodeSm90:
         cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        place = self.shares.place(cute.arch.block_idx()[0], tables[0], sizes)
+        place = self.shares.place(cute.arch.block_idx()[0], sizes)
         length = tables[0][place.batch]  # on its way until share() looks at it
         if warp == MMA_WARPS:
             for source in (sources.k, sources.v):
@@ -143,19 +142,18 @@ class DecodeSm90:
             for part, layout in zip((storage.q, storage.p, storage.k, storage.v), layouts, strict=True)
         )
         stats = storage.stats.get_tensor(cute.make_layout((self.tile.tile_m, MMA_WARPS)))
-        if place.split < place.shares:
-            run, known = self.first_pages(tables[1], place, sizes)  # on their way while barriers are made
-            pipes = open_rings(storage, (layouts.k, layouts.v), self.tile.stages, self.dtype)
-            if cutlass.const_expr(self.appends):
-                cute.arch.griddepcontrol_wait()
-            if warp == MMA_WARPS:
-                self.load_role(pipes, sources, (s_k, s_v), tables, (place, length, run, known), sizes)
-            else:
-                room = Room(s_q[None, None, 0], s_p[None, None, 0], stats, s_v)
-                frags = self.walk.open(s_q, s_p, s_k, s_v)
-                self.walk.read_q(q, room.q, place, sizes, thread)
-                share = self.shares.share(place, length, sizes)
-                self.mma_role((pipes, frags, room), results, factors, share, sizes, thread)
+        run, known = self.first_pages(tables[1], place, sizes)  # on their way while barriers are made
+        pipes = open_rings(storage, (layouts.k, layouts.v), self.tile.stages, self.dtype)
+        if cutlass.const_expr(self.appends):
+            cute.arch.griddepcontrol_wait()
+        if warp == MMA_WARPS:
+            self.load_role(pipes, sources, (s_k, s_v), tables, (place, length, run, known), sizes)
+        else:
+            room = Room(s_q[None, None, 0], s_p[None, None, 0], stats, s_v)
+            frags = self.walk.open(s_q, s_p, s_k, s_v)
+            self.walk.read_q(q, room.q, place, sizes, thread)
+            share = self.shares.share(place, length, sizes)
+            self.mma_role((pipes, frags, room), results, factors, share, sizes, thread)
 
     def _pages(self, page_table: cute.Tensor, place: Place, sizes: CacheSizes) -> Pages:
         return Pages(page_table[place.batch, None], sizes.cache_rows)
@@ -226,7 +224,7 @@ class DecodeSm90:
         )
         self.walk.run(context, share, self.shares.early)
         view, first, writes = output_view(frags.o), first_key(thread), Int32(thread < 4)
-        if share.shares == 1:
+        if sizes.splits == 1:
             store_rows(view, out, share, columns, first)
             if cutlass.const_expr(lse is not None):
                 store_lse(lse, state, share, columns, writes, factors[0])

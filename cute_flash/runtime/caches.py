@@ -11,7 +11,7 @@ from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.problem import CACHE, CACHE_FEW, Problem
 from ..spec.scratch import ScratchRule
-from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits, sharing_of, spread_splits
+from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
 from . import dispatch, launch, ops, report, request
 from .dispatch import Decision
 from .request import ROW_BYTES, Options, alignment_faults
@@ -232,7 +232,7 @@ class CacheCall:
 
     __slots__ = (
         "_aligns", "_allocate", "_heads_kv", "_kernel", "_nothing", "_options", "_rows", "_scratch", "_sharing",
-        "_spreads", "_tile_m", "_tile_n", "anywhere", "scale",
+        "_tile_m", "_tile_n", "anywhere", "scale",
     )  # fmt: skip
 
     def __init__(self, problem: Problem, q: torch.Tensor, options: Options) -> None:
@@ -248,7 +248,6 @@ class CacheCall:
         assert tile is not None  # every backend with caches has tiles
         self._tile_m, self._tile_n, self._options = tile.tile_m, tile.tile_n, options
         self._sharing = sharing_of(decision.plan, problem.device.sm_count)
-        self._spreads = decision.backend.spreads and not problem.mask.left
         self._aligns = decision.backend.row_alignment > 0
         scratch = decision.backend.scratch(decision.plan)
         self._scratch = scratch if isinstance(scratch, ScratchRule) else None
@@ -264,7 +263,8 @@ class CacheCall:
             # Two at least: merging rounds, and a row must not tell whether its cache has room for another share.
             split_keys, num_splits = INVARIANT_SPLIT_KEYS, max(2, -(-capacity // INVARIANT_SPLIT_KEYS))
         elif num_splits is None:
-            num_splits, split_keys = self._shares(batch, seqlen_q, capacity)
+            query_tiles = batch * self._heads_kv * -(-seqlen_q * self._rows // self._tile_m)
+            num_splits = cache_splits(query_tiles, capacity, *self._sharing)
         else:  # shares are whole key tiles: more of them than there may be tiles would be empty, and want memory
             num_splits = min(num_splits, -(-capacity // self._tile_n))
         splits = max(1, num_splits)
@@ -289,13 +289,6 @@ class CacheCall:
             written = [x for x in (k, v) if not x.is_inference()]
             torch.autograd.graph.increment_version(written)  # whoever saved a cache for its backward is told
         return outputs
-
-    def _shares(self, batch: int, seqlen_q: int, capacity: int) -> tuple[int, int]:
-        """(splits, split_keys) where nobody says."""
-        tiles, (programs, keys) = self._heads_kv * -(-seqlen_q * self._rows // self._tile_m), self._sharing
-        equal = cache_splits(batch * tiles, capacity, programs, keys)
-        most = spread_splits(batch, tiles, capacity, programs) if self._spreads else 1
-        return (equal, 0) if most == 1 else (max(equal, most), -programs)
 
     def _mended(
         self, objection: ValueError, q: torch.Tensor, cache: Cache

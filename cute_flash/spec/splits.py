@@ -56,31 +56,6 @@ def cache_splits(query_tiles: int, length: int, programs: int, keys: int = CACHE
     return max(1, min(-(-length // keys), programs // max(1, query_tiles)))
 
 
-SPREAD_BATCH = 512  # rows, and
-SPREAD_TILES = 256  # query tiles of each at most: what shares are then computed from stays within 64 bits
-SPREAD_SPLITS = 8  # of an uneven batch: more won nothing, see below
-SPREAD_KEYS = 1024  # of a cache's length for each of them, at least
-SPREAD_CTAS = 16  # for each that runs: those that have nothing to do take some time, too
-
-
-def spread_splits(batch: int, tiles: int, length: int, programs: int) -> int:
-    """How many programs at most share the keys of a query tile, of `tiles` of each row, where the kernel gives every
-    row as many as its length asks for among the others'; 1: it is not to. Lengths are on the device, and the longest
-    row of an uneven batch would end alone.
-
-    NVIDIA H200, 2026-12-01, us by shares of every row, 32/8 heads, d=128, log-normal lengths up to the cache's:
-
-        batch x length   1    2    3    4    6    8    16
-        16 x 8192       72   57   51   49   48   47   52
-        64 x 8192       92   80   72   71   73   78  110
-        4 x 32768      223  123   92   80   69   65   62
-        64 x 32768     328  261  227  211  201  199  212
-    """
-    if not 1 < batch <= SPREAD_BATCH or tiles > SPREAD_TILES:
-        return 1
-    return max(1, min(SPREAD_SPLITS, length // SPREAD_KEYS, SPREAD_CTAS * programs // (batch * tiles)))
-
-
 def sharing_of(plan: Plan, sm_count: int) -> tuple[int, int]:
     """(programs, keys) for cache_splits: what a plan says that fills the GPU, and two steps; else two programs for each
     multiprocessor."""

@@ -4,8 +4,6 @@ Every run: half of the cases, each under one schedule, rotating by day. scripts/
 """
 
 import contextlib
-import math
-from fractions import Fraction
 from unittest import mock
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 
 import cute_flash
 from cute_flash import attention_kvcache
-from cute_flash.runtime import compiler, launch
+from cute_flash.runtime import compiler
 from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
 
@@ -115,70 +113,6 @@ def test_new_keys_are_written_and_seen(case, new, seed, poisoned_empty):
     result, _ = attend(part, seed, **case.options, **tables, k_new=k_new, v_new=v_new, num_splits=2)
     assert same(part.k, whole.k) and same(part.v, whole.v)
     check(case, whole, *result)
-
-
-# (case, multiprocessors, shares of each row): the kernel's own choice, `capacity` leaves it up to 8
-UNEVEN = (
-    (case((1100, 70, 0, 500, 1), capacity=8192), 4, (4, 1, 1, 2, 1)),
-    (case((300, 300, 300), capacity=8192), 24, (3, 3, 3)),  # 24 CTAs for six query tiles would be four, of two tiles
-    (case((200, 200), capacity=8192), 4, (1, 1)),
-    (case((0, 0), capacity=8192), 132, (1, 1)),
-    (case((1, *(64,) * 38, 900), heads=(1, 1), capacity=8192), 16, (1,) * 39 + (6,)),  # more rows than lanes
-    (case((1000, 130, 3), rows=3, causal=True, heads=(8, 1), capacity=8192, page_size=64), 4, (8, 1, 1)),
-    (case((700, 65, 320), heads=(4, 1), capacity=8192, page_size=16), 4, (4, 1, 2)),
-    (case((40, 640), rows=40, causal=True, heads=(2, 1), capacity=8192, chosen=True), 4, (1, 3)),  # two query tiles
-)
-
-
-def shares_as_documented(each: CacheCase, sms: int, most: int) -> tuple[int, ...]:
-    """spec/splits.py in fractions."""
-    tiles = [-(-length // 64) for length in each.lens]
-    units = each.heads_kv * -(-each.seqlen_q * each.heads_q // each.heads_kv // 64)
-    mean = Fraction(sum(tiles), len(tiles))
-    size = Fraction(units * sum(tiles), sms) * mean / max(1, *tiles)
-    wanted = [math.floor(t / size + Fraction(1, 2)) if size else 0 for t in tiles]
-    return tuple(max(1, min(n, most, (t + 1) // 2)) for n, t in zip(wanted, tiles, strict=True))
-
-
-@pytest.mark.parametrize(("each", "sms", "shares"), UNEVEN, ids=lambda x: str(x))
-def test_uneven_rows_are_shared_out_by_their_lengths(each, sms, shares, poisoned_empty):
-    """As many shares of each row as documented are in the scratch, none of a row in one; new keys count."""
-    ready, scratch = launch.ready, []
-
-    def watched(*asked):
-        decision, kernel = ready(*asked)
-
-        def run(*operands):
-            scratch.append((*operands[10:12], operands[-1].fill_(math.nan)))
-            kernel(*operands)
-
-        return decision, run
-
-    inputs = make_inputs(each)
-    with emulated(SEEDS[turn() % len(SEEDS)], sms), mock.patch.object(launch, "ready", watched):
-        result = attention_kvcache(*inputs.qkv, **inputs.tables, **each.options, return_lse=True, backend="sm90")
-    check(each, inputs, *result)
-    splits, split_keys, memory = scratch[0]
-    assert split_keys == -sms and splits >= max(shares)
-    state = memory[-2 * splits * each.seqlen_q * each.heads_q * len(each.lens) :].view(splits, len(each.lens), -1, 2)
-    written = ~state.isnan().any(dim=-1)
-    assert (written == written[:, :, :1]).all()
-    assert tuple(max(1, n) for n in written[:, :, 0].sum(dim=0).tolist()) == shares
-    assert shares_as_documented(each, sms, splits) == shares
-
-
-def test_appended_keys_are_of_the_lengths_that_are_shared_out(poisoned_empty):
-    each = case((900, 66, 3), rows=2, causal=True, page_size=16, capacity=4096)
-    whole, part = make_inputs(each), make_inputs(each)
-    (k_new, v_new), before = taken_out(part, 3)
-    with emulated(SEEDS[0], sms=4) as emulation:
-        result = attention_kvcache(
-            *part.qkv, **{**part.tables, "cache_seqlens": before}, k_new=k_new, v_new=v_new, causal=True,
-            return_lse=True, backend="sm90",
-        )  # fmt: skip
-        assert len(emulation.launches) == 3
-    assert same(part.k, whole.k) and same(part.v, whole.v)
-    check(each, whole, *result)
 
 
 def test_what_there_is_no_room_for_is_dropped():

@@ -8,7 +8,7 @@ import torch
 import cute_flash
 from cute_flash import UnsupportedError, attention_kvcache, kvcache
 from cute_flash.runtime import caches, request
-from cute_flash.spec.splits import CACHE_SPLIT_KEYS, INVARIANT_SPLIT_KEYS, cache_splits, sharing_of, spread_splits
+from cute_flash.spec.splits import CACHE_SPLIT_KEYS, INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
 from tests import oracle
 from tests.cached import CacheCase, cases, exact, make_inputs
 
@@ -391,40 +391,6 @@ def test_what_a_kernel_is_told_of_splits(monkeypatch, simulated, options, capaci
     inputs = make_inputs(CacheCase((5,), capacity=capacity, heads_q=2, heads_kv=2, dtype="float32"))
     from cute_flash.arch.reference.backend import BACKEND
 
-    monkeypatch.setattr(BACKEND, "build", lambda plan: lambda *operands: told.append(operands[10:12]))
-    attention_kvcache(*inputs.qkv, **inputs.tables, backend="reference", **options)
-    assert told == [expected]
-
-
-def test_split_counts_of_batches_that_may_be_uneven():
-    assert spread_splits(16, 8, 8192, 132) == 8
-    assert spread_splits(64, 8, 8192, 132) == 4  # 2112 programs in all
-    assert spread_splits(64, 8, 3000, 132) == 2  # of 1024 keys or more
-    assert spread_splits(16, 8, 2047, 132) == 1
-    assert spread_splits(1, 8, 8192, 132) == 1  # nothing to be uneven with
-    assert spread_splits(512, 1, 8192, 132) == 4 and spread_splits(513, 1, 8192, 132) == 1
-    assert spread_splits(2, 256, 8192, 132) == 4 and spread_splits(2, 257, 8192, 132) == 1
-    assert spread_splits(512, 256, 8192, 132) == 1
-
-
-@pytest.mark.parametrize(
-    ("able", "options", "batch", "expected"),
-    [
-        (True, {}, 2, (8, -16)),
-        (True, {}, 1, (8, 0)),
-        (True, {"num_splits": 3}, 2, (3, 0)),
-        (True, {"batch_invariant": True}, 2, (16, 512)),
-        (True, {"window": (5, 0)}, 2, (4, 0)),
-        (False, {}, 2, (4, 0)),
-    ],
-)
-def test_who_shares_out_uneven_batches(monkeypatch, simulated, able, options, batch, expected):
-    told = []
-    simulated((9, 0), sm_count=8)
-    inputs = make_inputs(CacheCase((5,) * batch, capacity=8192, heads_q=2, heads_kv=2, dtype="float32"))
-    from cute_flash.arch.reference.backend import BACKEND
-
-    monkeypatch.setattr(BACKEND, "spreads", able)
     monkeypatch.setattr(BACKEND, "build", lambda plan: lambda *operands: told.append(operands[10:12]))
     attention_kvcache(*inputs.qkv, **inputs.tables, backend="reference", **options)
     assert told == [expected]

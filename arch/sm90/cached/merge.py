@@ -6,12 +6,12 @@ outputs are asked for before anything is waited for; a lane holds neighbouring c
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 from cutlass.memory import SmemAllocator
 
 from ...common.numeric import NEG_INF, exp2, finite_or_zero
 from ...common.rowstate import inverse_total, log_sum_exp
-from .shares import CacheSizes, Partials, shares_of
+from .shares import CacheSizes, Partials
 
 WARPS = 4
 LANES = 32
@@ -20,32 +20,10 @@ TOGETHER = LANES // WARPS  # shares of a warp among 32
 
 @cute.kernel
 def merge_kernel(
-    partials: Partials,
-    out: cute.Tensor,
-    lse: cute.Tensor | None,
-    seqlens: cute.Tensor,
-    sizes: CacheSizes,
-    shape: cutlass.Constexpr[tuple],  # (width of V, keys of a tile)
-):
-    """Lengths are read before the wait: no kernel of a call writes them. A row in one share is done."""
-    index, _, _ = cute.arch.block_idx()
-    shares = shares_of(index // sizes.by.rows // sizes.by.heads_kv, seqlens, sizes, shape[1])
-    cute.arch.griddepcontrol_wait()
-    if shares > 1:
-        merge_row(partials, out, lse, shares, index, sizes, shape[0])
-
-
-@cute.jit
-def merge_row(
-    partials: Partials,
-    out: cute.Tensor,
-    lse: cute.Tensor | None,
-    shares: Int32,
-    index: Int32,
-    sizes: CacheSizes,
-    width: cutlass.Constexpr[int],
+    partials: Partials, out: cute.Tensor, lse: cute.Tensor | None, sizes: CacheSizes, width: cutlass.Constexpr[int]
 ):
     thread, _, _ = cute.arch.thread_idx()
+    index, _, _ = cute.arch.block_idx()
     lane, warp = thread % LANES, cute.arch.make_warp_uniform(thread // LANES)
     head_row, in_head = divmod(index, sizes.by.rows)
     batch, head_kv = divmod(head_row, sizes.by.heads_kv)
@@ -57,13 +35,14 @@ def merge_row(
     sums = cute.make_rmem_tensor((columns,), Float32)
     sums.fill(0.0)
     top, total = Float32(NEG_INF), Float32(0.0)
-    for start in cutlass.range(0, shares, LANES, unroll=1):
+    cute.arch.griddepcontrol_wait()
+    for start in cutlass.range(0, sizes.splits, LANES, unroll=1):
         for i in cutlass.range_constexpr(TOGETHER):
             # of a share that is not there another's, with no weight
-            place = cutlass.min(start + warp + WARPS * i, shares - 1), lane * columns
+            place = cutlass.min(start + warp + WARPS * i, sizes.splits - 1), lane * columns
             vector = cute.domain_offset(place, rows).iterator.align(4 * (columns & -columns))
             cute.autovec_copy(cute.make_tensor(vector, cute.make_layout(columns)), parts[None, i])
-        share, exists = cutlass.min(start + lane, shares - 1), start + lane < shares
+        share, exists = cutlass.min(start + lane, sizes.splits - 1), start + lane < sizes.splits
         maximum, share_total = state[share, 0], state[share, 1]
         maximum = Float32(cutlass.select_(exists, maximum, Float32(NEG_INF)))
         new_top = cute.arch.fmax(top, cute.arch.warp_reduction_max(maximum))
@@ -94,16 +73,8 @@ def merge_row(
             row_of_lse[token] = log_sum_exp(finite_or_zero(top), total, Float32(1.0))
 
 
-def launch_merge(
-    partials: Partials,
-    out: cute.Tensor,
-    lse: cute.Tensor | None,
-    seqlens: cute.Tensor,
-    sizes: CacheSizes,
-    shape: tuple[int, int],
-    stream,
-):
-    merge_kernel(partials, out, lse, seqlens, sizes, shape).launch(
+def launch_merge(partials: Partials, out: cute.Tensor, lse: cute.Tensor | None, sizes: CacheSizes, width: int, stream):
+    merge_kernel(partials, out, lse, sizes, width).launch(
         grid=(sizes.batch * sizes.heads_kv * sizes.rows, 1, 1),
         block=(LANES * WARPS, 1, 1),
         min_blocks_per_mp=1,  # else ptxas saves registers and asks for the outputs one after the other

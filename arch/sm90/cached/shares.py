@@ -11,9 +11,7 @@ from cutlass import Int32, Int64
 
 from cute_flash.spec.plan import Plan
 
-from .load import LANES, Run
-
-COUNTED_TILES = 1 << 17  # of a row, at most, where a batch is shared out: see shares_of
+from .load import Run
 
 
 class Divisors(NamedTuple):
@@ -24,7 +22,6 @@ class Divisors(NamedTuple):
     rows: cute.FastDivmodDivisorV2
     tiles: cute.FastDivmodDivisorV2
     splits: cute.FastDivmodDivisorV2
-    batch: cute.FastDivmodDivisorV2
 
 
 class CacheSizes(NamedTuple):
@@ -39,8 +36,8 @@ class CacheSizes(NamedTuple):
     capacity: Int32  # keys that a row may have
     appended: Int32  # of a row, behind its length
     cache_rows: Int32  # or pages
-    splits: Int32  # the most, where split_keys < 0
-    split_keys: Int32  # 0: equal shares; -programs: as many as a row's length asks for
+    splits: Int32
+    split_keys: Int32  # 0: equal shares
     policy: Int64  # of L2, for K and V
     by: Divisors
     left: Int32 | None = None  # of a window
@@ -52,7 +49,7 @@ def sizes_of(q: cute.Tensor, k: cute.Tensor, tile_m: int, **others) -> CacheSize
     heads_kv, group = k.shape[2], q.shape[2] // k.shape[2]
     rows = q.shape[1] * group
     tiles = (rows + tile_m - 1) // tile_m
-    divisors = heads_kv, group, rows, tiles, others["splits"], q.shape[0]
+    divisors = heads_kv, group, rows, tiles, others["splits"]
     return CacheSizes(
         batch=q.shape[0],
         heads_kv=heads_kv,
@@ -73,7 +70,6 @@ class Place(NamedTuple):
     head: Int32  # of K and V
     split: Int32
     row_start: Int32  # of the tile
-    shares: Int32  # of the row's keys: a CTA whose `split` is none of them has nothing to do
 
 
 class Share(NamedTuple):
@@ -81,7 +77,6 @@ class Share(NamedTuple):
     head: Int32  # of K and V
     split: Int32
     row_start: Int32  # of the tile
-    shares: Int32
     seqlen_k: Int32
     run: Run
     count: Int32  # of its key tiles
@@ -116,45 +111,6 @@ def lengths_of(given: Int32, sizes: CacheSizes) -> tuple[Int32, Int32]:
     return before, cutlass.min(before + sizes.appended, sizes.capacity)
 
 
-def tiles_of(given: Int32, sizes: CacheSizes, tile_n: int) -> Int32:
-    """Key tiles of a row, as far as they are counted."""
-    keys = lengths_of(given, sizes)[1]
-    return cutlass.min(keys // tile_n + Int32(keys % tile_n > 0), COUNTED_TILES)
-
-
-@cute.jit
-def shares_of(batch: Int32, seqlens: cute.Tensor, sizes: CacheSizes, tile_n: cutlass.Constexpr[int]) -> Int32:
-    """How many CTAs share the keys of a query tile of row `batch`: the same number wherever it is asked for. All lanes
-    of a warp ask.
-
-    With equal rows a share is what each of the programs would get of all. The longest row must not end last, and the
-    more it stands out, the smaller shares are: by the mean over the longest. So of t tiles of a row
-
-        shares = t / (units * total / programs * (mean / longest)) = t * programs * batch * longest / (units * total^2)
-
-    rounded, at least one and with two tiles or more each. In 64 bits: the host asks of batches of up to 2^9, units up
-    to 2^8 and programs up to 2^12, so that twice t * programs * batch * longest is at most 2^56, and twice units *
-    total^2 at most 2^61.
-    """
-    shares = sizes.splits
-    if sizes.split_keys < 0:
-        lane = cute.arch.lane_idx()
-        total, longest = Int32(0), Int32(0)
-        for start in cutlass.range(0, sizes.batch, LANES, unroll=1):
-            tiles = tiles_of(seqlens[cutlass.min(start + lane, sizes.batch - 1)], sizes, tile_n)
-            longest = cutlass.max(longest, tiles)
-            total += Int32(cutlass.select_(start + lane < sizes.batch, tiles, Int32(0)))
-        for i in cutlass.range_constexpr(5):
-            total += cute.arch.shuffle_sync_bfly(total, offset=1 << i)
-            longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, offset=1 << i))
-        mine = tiles_of(seqlens[batch], sizes, tile_n)
-        asked = Int64(mine) * longest * (Int64(sizes.batch) * -sizes.split_keys)
-        of_all = Int64(total) * total * (sizes.tiles * sizes.heads_kv)
-        wanted = Int32((2 * asked + of_all) // cutlass.max(2 * of_all, Int64(1)))
-        shares = cutlass.max(cutlass.min(cutlass.min(wanted, (mine + 1) // 2), sizes.splits), 1)
-    return shares
-
-
 class Shares:
     """Of one Plan."""
 
@@ -164,17 +120,12 @@ class Shares:
     def count(self, sizes: CacheSizes) -> Int32:
         return sizes.batch * sizes.splits * sizes.tiles * sizes.heads_kv
 
-    @cute.jit
-    def place(self, index: Int32, seqlens: cute.Tensor, sizes: CacheSizes) -> Place:
-        """Heads next to each other: what one reads of a key lies beside what the next does. The CTAs that may have
-        nothing to do stand last."""
+    def place(self, index: Int32, sizes: CacheSizes) -> Place:
+        """Heads next to each other: what one reads of a key lies beside what the next does."""
         rest, head = divmod(index, sizes.by.heads_kv)
         rest, m_block = divmod(rest, sizes.by.tiles)
         batch, split = divmod(rest, sizes.by.splits)
-        if sizes.split_keys < 0:
-            split, batch = divmod(rest, sizes.by.batch)
-        shares = shares_of(batch, seqlens, sizes, self.tile.tile_n)
-        return Place(batch, head, split, m_block * self.tile.tile_m, shares)
+        return Place(batch, head, split, m_block * self.tile.tile_m)
 
     @property
     def early(self) -> bool:
@@ -184,8 +135,8 @@ class Shares:
     @cute.jit
     def run(self, place: Place, begin: Int32, sizes: CacheSizes) -> Run:
         """`begin`: first tile of all. Equal shares take every so-manyth tile, so that their first ones are known."""
-        first, step = begin + place.split, place.shares
-        if sizes.split_keys > 0:
+        first, step = begin + place.split, sizes.splits
+        if sizes.split_keys != 0:
             first, step = cutlass.max(begin, place.split * (sizes.split_keys // self.tile.tile_n)), Int32(1)
         return Run(first, step)
 
@@ -207,10 +158,8 @@ class Shares:
             whole_first = (cutlass.max(0, last_diagonal - sizes.left) + tile_n - 1) // tile_n
         last, run = (end + tile_n - 1) // tile_n, self.run(place, begin, sizes)
         count = (cutlass.max(last - run.first, 0) + sizes.splits - 1) // sizes.by.splits
-        if sizes.split_keys > 0:
+        if sizes.split_keys != 0:
             count = cutlass.min(last, (place.split + 1) * (sizes.split_keys // tile_n)) - run.first
-        if sizes.split_keys < 0:
-            count = (cutlass.max(last - run.first, 0) + place.shares - 1) // place.shares
         return Share(*place, seqlen_k, run, cutlass.max(count, 0), whole_first, whole_last)
 
 
