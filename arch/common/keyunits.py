@@ -142,18 +142,14 @@ def first_stop(unit: Unit, in_turn: cutlass.Constexpr) -> tuple:
 
 @cute.jit
 def next_stop(stop: tuple, unit: Unit, in_turn: cutlass.Constexpr) -> tuple:
-    """Head by head of the group. In turn and back, all heads at each query tile: head by head, a short unit would be at
-    the second before a long one that was taken earlier. CTAs then follow close behind one another, and find in L2 what
-    those before read. From the diagonal on they are far apart, short units first and ahead all the way: all heads at
-    each tile were 16 heads in L2 at a time instead of 4 (NVIDIA H200, commit dd8366d, causal, 32 heads over 8, S=8192:
-    in turn 408 TFLOP/s where any order, head by head, had 579)."""
+    """Head by head of the group. Where CTAs add in turn, all heads at each query tile: head by head, a short unit would
+    be at the second before a long one that was taken earlier."""
     at, member = stop
-    back = Int32(cutlass.select_(unit.way < 0, Int32(1), Int32(0))) if cutlass.const_expr(in_turn) else Int32(0)
-    if back != 0:
+    if cutlass.const_expr(in_turn):
         member += 1
         if member == unit.group:
             member = Int32(0)
-            at -= 1
+            at += unit.way
     else:
         at += 1
         if at == unit.tiles.last:
