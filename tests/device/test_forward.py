@@ -34,7 +34,7 @@ SPLITS = ("sm90",)
 
 
 def allowed_ratio(case, backend) -> float:
-    heads = case.heads_kv if case.seqlen_q == 1 else case.heads_q  # of one query row flash makes its group's rows a tile
+    heads = case.heads_kv if case.seqlen_q == 1 else case.heads_q  # of one row flash makes its group's a tile
     flash_splits = case.seqlen_k > 256 and case.batch * heads * math.ceil(case.seqlen_q / 64) < 256
     return UNSPLIT_RATIO if flash_splits and not (backend in SPLITS and splits(case, backend)) else ALLOWED_RATIO
 
