@@ -94,7 +94,9 @@ def unit_of(
     that has not started, and walk so that those before are ahead at every query tile. From the last query tile back, if
     the first keys were taken first: later key tiles see no fewer of the last queries. Causal, that order has long units
     first and short ones soon behind one another, so that it is kept for the last heads, where it makes all end
-    together; before, the last keys are taken first, and who starts at its diagonal is behind them.
+    together; before, the last keys are taken first, and who starts at its diagonal is behind them. That spreads CTAs
+    over all of a head, and a group's heads, walked together, over more than L2 holds: groups keep the one order, in
+    which a query tile of theirs has time for those who follow.
     """
     blocks = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
     group, way = sizes.heads_q // sizes.heads_kv, Int32(-1 if in_turn else 1)
@@ -104,7 +106,7 @@ def unit_of(
         work = longest_first(index, blocks, sizes.heads_kv, sizes.batch, head_bytes, Int32(1))
         key_block = blocks - 1 - work.m_block
         if cutlass.const_expr(in_turn and mask.causal):
-            early = work.batch * sizes.heads_kv + work.head < last_section(rows, head_bytes)
+            early = (group == 1) & (work.batch * sizes.heads_kv + work.head < last_section(rows, head_bytes))
             key_block = Int32(cutlass.select_(early, work.m_block, key_block))
             way = Int32(cutlass.select_(early, Int32(1), way))
     else:

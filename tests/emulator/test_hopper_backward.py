@@ -100,7 +100,7 @@ IN_TURN = (
     cell(64, (65, 385), deterministic=True),  # four key tiles
     cell(128, (193, 385), causal=True, heads=(4, 2), deterministic=True),
     cell(96, (129, 385), window=(100, 40), deterministic=True),
-    cell(192, (193, 385), causal=True, heads=(4, 2), deterministic=True),  # five key tiles of 96
+    cell(192, (193, 385), causal=True, heads=(2, 2), deterministic=True),  # five key tiles of 96; no group
     cell((192, 128), (129, 385), deterministic=True),
     cell(192, (129, 385), window=(100, 40), deterministic=True),
 )
@@ -141,12 +141,12 @@ def test_sums_of_those_who_do_not_wait_for_their_turn_differ(each):
 @pytest.mark.slow
 def test_turns_that_do_not_follow_the_order_of_drawing_never_come():
     """By keys, while the last are drawn first: with one CTA at a time the first unit waits for a later one."""
-    in_turn(gradients, IN_TURN[1], SCHEDULES[3], resident=1)
+    in_turn(gradients, IN_TURN[3], SCHEDULES[3], resident=1)
     with (
         mock.patch.object(epilogue, "turn_of", lambda unit, *_: unit.key_block),
         pytest.raises(Deadlock, match="polls"),
     ):
-        in_turn(gradients, IN_TURN[1], SCHEDULES[3], backend=Compiled(sm90.BACKEND), resident=1)
+        in_turn(gradients, IN_TURN[3], SCHEDULES[3], backend=Compiled(sm90.BACKEND), resident=1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["zeros", "turns"])
