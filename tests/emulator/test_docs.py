@@ -9,7 +9,14 @@ import pytest
 
 from scripts import mutation_tables
 
-from . import test_blackwell_forward, test_hopper_forward, test_hopper_windows
+from . import (
+    test_blackwell_backward,
+    test_blackwell_forward,
+    test_hopper_backward,
+    test_hopper_cache,
+    test_hopper_forward,
+    test_hopper_windows,
+)
 from .hopper import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +46,10 @@ def test_counts_are_those_of_the_tests():
     assert f"Hopper: {len(test_hopper_forward.CELLS)} shapes" in PAGE
     assert f"Blackwell (`sm_100a`, `sm_103a`): {len(test_blackwell_forward.CELLS)} shapes" in PAGE
     assert f"Hopper windows and softcaps: {len(test_hopper_windows.CASES)} shapes" in PAGE
-    assert len(SCHEDULES) == 12 and "one of the twelve schedules" in PAGE
+    assert f"Hopper backward: {len(test_hopper_backward.CELLS)} shapes" in PAGE
+    assert f"Blackwell backward: {len(test_blackwell_backward.CELLS)} shapes" in PAGE
+    assert f"key-value caches: {len(test_hopper_cache.CASES)} cases" in PAGE
+    assert len(SCHEDULES) == 12 and "under twelve schedules" in (ROOT / "docs" / "mutation.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["mutation_sm90"])
