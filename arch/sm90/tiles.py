@@ -104,9 +104,9 @@ SMALL = {
 DRAWN_FULL = {(64, 64), (192, 192)}  # see draws
 
 
-def width(head_dim: int) -> int:
+def width(head_dim: int, step: int = WIDTH_STEP) -> int:
     """The tiled head_dim: rounded up to the step, at least one swizzle atom (32 elements)."""
-    return -(-head_dim // WIDTH_STEP) * WIDTH_STEP
+    return -(-head_dim // step) * step
 
 
 def forward_smem_bytes(tile: Tile, width_qk: int, width_v: int, o_apart: bool = False) -> int:
@@ -266,7 +266,7 @@ def fused_backward(head_dim: int, head_dim_v: int) -> bool:
 
 def _halved(head_dim: int) -> int:
     """Halves are whole swizzle atoms."""
-    return -(-head_dim // 64) * 64
+    return width(head_dim, 64)
 
 
 def backward_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -338,11 +338,14 @@ def _apart_waits(problem: Problem, tile: Tile) -> Tile:
 
     NVIDIA H200, 2026-11-30, commit 348bf59, TFLOP/s neither / left out / P before, late / early. Causal: d=256 S=1024
     326 330 324 325, 4096 410 413 409 409; d=192 1024 311 315 307 308; (192,128) 1024 333 340 323 335. Full: d=256 4096
-    429 - 434 436, again (d9e7ba6) 435 - 437 443.
+    429 - 434 436, again (d9e7ba6) 435 - 437 443. (64, 256) is not measured: left to itself, ptxas spills
+    seven words in the loop of dK and dV.
     """
     if problem.mask.causal:
         return replace(tile, skips=True)
-    return replace(tile, early=True, ahead=16) if tile.tile_n == 64 else tile
+    if tile.tile_n == 64:
+        return replace(tile, early=True, ahead=16)
+    return replace(tile, ahead=16) if backward_widths(problem.head_dim, problem.head_dim_v) == (64, 256) else tile
 
 
 def heads_together(in_turn: bool) -> int:

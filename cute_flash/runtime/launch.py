@@ -298,7 +298,7 @@ def bind_forward(
     tiled_v = _round_up(site.head_dim_v, site.unit)
     allocate = outputs_of(site, tiled_v, has_lse)
     few, few_keys = splitter.query_tiles_max, splitter.few_keys
-    packed_rows = packer.packed_rows if packer else 0
+    packed_rows, packed_keys = (packer.packed_rows, packer.few_keys) if packer else (0, 0)
     few_rows = max(1, packed_rows)
     counter = _counter(splitter)
     at_once = splitter.decision.backend.exports and site.alignment > 0  # without a look at k and v, see bind_run
@@ -317,7 +317,7 @@ def bind_forward(
                 _relaunch(objection, kernel, ("q", "k", "v"), site.alignment, operands)
         elif seqlen_q == 1 and rows is not None:
             rows.run(batch, seqlen_k, operands)
-        elif packer is not None and seqlen_q <= packed_rows and seqlen_k > packer.few_keys:
+        elif packer is not None and seqlen_q <= packed_rows and seqlen_k > packed_keys:
             packer.launch(packer.count(batch, seqlen_q, seqlen_k), operands)
         else:
             run(batch, seqlen_q, seqlen_k, operands)

@@ -48,8 +48,6 @@ def allowed_spill(chosen: Plan) -> int:
         return 0
     if chosen.direction == BACKWARD and chosen.softcap and chosen.head_dim + chosen.head_dim_v == 256:
         return 8  # the slopes of a softcap beside dK and dV of width 128
-    if chosen.direction == BACKWARD and (chosen.head_dim, chosen.head_dim_v, chosen.mask) == (64, 256, FULL):
-        return 28  # seven words in the loop of dK and dV, of 469 instructions
     if chosen.direction == BACKWARD and chosen.variant == "apart":
         return 16  # kept aside once a unit, not in a loop: beside dK and dV of 128 keys, or by a window's load warp
     return 16 if (chosen.head_dim, chosen.variant, chosen.lse, chosen.mask) == (224, "split", True, CAUSAL) else 0

@@ -2,7 +2,7 @@
 
 from cute_flash.spec.plan import Tile
 
-from ..tiles import SMEM_LIMIT, WIDTH_STEP
+from ..tiles import SMEM_LIMIT, WIDTH_STEP, width
 
 TILE_M, TILE_N = 64, 64  # query rows at most, a multiple of 8; keys of a step, which are wgmma's 64 rows
 SMEM_OF_TWO = 115_712  # bytes a CTA may take where two share an SM: half of 228 KB, less the 1 KB that each costs
@@ -13,13 +13,12 @@ STATS = 2048  # for the warps' maxima, and for where Q may start
 def width_qk(head_dim: int, page_size: int) -> int:
     """As tiled. TMA writes to multiples of 128 bytes, and a page of one key is a row of a swizzle atom: 128 bytes wide
     or nothing."""
-    step = 64 if page_size == 1 else WIDTH_STEP
-    return -(-head_dim // step) * step
+    return width(head_dim, 64 if page_size == 1 else WIDTH_STEP)
 
 
 def width_v(head_dim_v: int) -> int:
     """As tiled: O^T = V^T P^T has columns of V as wgmma's 64 rows."""
-    return -(-head_dim_v // 64) * 64
+    return width(head_dim_v, 64)
 
 
 def _fixed_bytes(tile_m: int, width_qk: int) -> int:
