@@ -21,7 +21,7 @@ from cute_flash.spec.problem import PACKED
 
 from ..common import delta
 from ..common.entry import BoundedEntry, PackedBoundedEntry, PackedEntry, PlainEntry
-from ..common.keyunits import Unit, ahead_of, first_stop, next_stop, unit_count
+from ..common.keyunits import Unit, ahead_of, first_stop, next_stop
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from ..common.ragged import slots_of
@@ -57,7 +57,7 @@ from .grad.weights import (
 from .pipeline import wait_full
 from .schedule import WARPGROUP
 from .sequences import Lengths, launch_prepare, table_of
-from .tiles import ALTERNATE, APART, TABLE, dq_width, heads_together, table_room
+from .tiles import APART, TABLE, alternates, dq_width, heads_together, table_room
 
 GIVE_WAY_NS = 200  # for each query tile that a unit has less than the longest, see give_way
 
@@ -77,6 +77,7 @@ class MmaContext(NamedTuple):
     seqlens: tuple
     bounds: tuple  # (left, right) of a window
     dv_rows: cute.Tensor | None = None  # (keys, head_dim) of dV, of a unit
+    shared: tuple = (None, None)  # Scratch.shares and arrived
 
 
 class BackwardSm90(PlainEntry):
@@ -84,6 +85,8 @@ class BackwardSm90(PlainEntry):
     this one: they differ in what a tile's step does, in the rooms it wants and in whether they make dQ."""
 
     makes_dq = True
+    key_units = KeyUnits
+    gives_way = True
 
     def __init__(self, plan: Plan, dtype: type):
         self.tile, self.max_ctas = plan.tile, plan.ctas
@@ -91,11 +94,11 @@ class BackwardSm90(PlainEntry):
         self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype = dtype
-        self.alternate = plan.variant == ALTERNATE
+        self.alternate = alternates(plan.head_dim, plan.variant)
         # are parts of dQ added in a fixed order? Then units are walked so that few wait: see unit_of
         self.in_turn = plan.deterministic and plan.variant != APART
         self.packed = plan.form == PACKED
-        self.units = (PackedKeyUnits if self.packed else KeyUnits)(plan, self.in_turn)
+        self.units = (PackedKeyUnits if self.packed else self.key_units)(plan, self.in_turn)
         self.mmas = self.make_mmas()
         self.schedule = backward_schedule(self.mmas.warpgroups)
 
@@ -128,17 +131,19 @@ class BackwardSm90(PlainEntry):
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
         parts = self.mmas.dq_parts if self.in_turn else 0
-        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=not self.in_turn)
-        prepared, ahead = scratch._replace(dq=None), None  # in turn, who adds first stores
-        if cutlass.const_expr(not self.in_turn):
+        zeroes = self.units.zeroes
+        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=zeroes)
+        scratch, ahead = self.extended(scratch, memory, sizes), None
+        if cutlass.const_expr(zeroes):
             widths, most = (self.width_qk, self.width_v), heads_together(False)
-            prepared, ahead = scratch, ahead_of(sizes, tile, widths, self.mask, most)
+            ahead = ahead_of(sizes, tile, widths, self.mask, most)
+        prepared = scratch._replace(dq=None) if cutlass.const_expr(self.in_turn) else scratch  # who adds first stores
         delta.prepare_kernel(do, o, lse, dlse, prepared, tile.tile_m, self.width_v, ahead).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
-        units = unit_count(sizes, tile)
         zeroing = zeros.Zeroing(scratch)
-        if cutlass.const_expr(not self.in_turn):
+        units = self.units.count(zeroing, sizes)
+        if cutlass.const_expr(zeroes):
             zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, units)
         factors = self.factors(scale, softcap)
         self.launch_keys((q, k, v, do), (zeroing, dk, dv), (scale, factors), sizes, units, stream)
@@ -146,6 +151,9 @@ class BackwardSm90(PlainEntry):
         convert.convert_kernel(scratch.dq, dq, scale, shape, scratch.turns).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
         )
+
+    def extended(self, scratch: delta.Scratch, memory: cute.Tensor, sizes: Sizes) -> delta.Scratch:
+        return scratch
 
     @cute.jit
     def launch_packed(self, tensors: tuple, others: tuple, numbers: tuple, starts: tuple, memory: cute.Tensor, stream):
@@ -259,6 +267,7 @@ class BackwardSm90(PlainEntry):
                 group=warp_index // 4 - 1,
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),
+                shared=(zeroing.scratch.shares, zeroing.scratch.arrived),
             )
             self.mma_role(context, units, (dk, dv), scale)
 
@@ -282,7 +291,7 @@ class BackwardSm90(PlainEntry):
         while index < count:
             unit = self.units.at(index, zeroing, sizes)
             ticket_state = announce(ring, ticket_state, self.units.ticket(index, unit))
-            if cutlass.const_expr(self.mask.causal and not self.packed):
+            if cutlass.const_expr(self.mask.causal and not self.packed and self.gives_way):
                 self.give_way(unit.tiles.count, count, sizes)
             queries, keys = self.units.places(unit)
             feed = Feed(
@@ -339,7 +348,6 @@ class BackwardSm90(PlainEntry):
     @cute.jit
     def mma_role(self, context: MmaContext, units: tuple, targets: tuple, scale: Float32):
         """`targets`: (dk, dv)."""
-        acc, thread, tile_n = context.acc, context.thread, self.tile.tile_n
         dk, dv = targets
         states = backward_states(pipelines.PipelineUserType.Consumer, self.slots)
         ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
@@ -348,13 +356,20 @@ class BackwardSm90(PlainEntry):
         while ticket[0] != 0:
             unit = self.units.told(ticket, group_size, context.bounds)
             seqlens = self.units.seqlens(unit, context.seqlens)
-            row_start, dv_rows = unit.key_block * tile_n, self.units.key_rows(dv, unit)
+            dv_rows = self.units.key_rows(dv, unit)
             states = self.through(context._replace(seqlens=seqlens, dv_rows=dv_rows), states, unit)
-            if cutlass.const_expr(not self.tile.under):
-                self.leave(acc.dv, dv_rows, thread, row_start, self.width_v)
-            acc.dk.store(acc.dk.load() * scale)
-            self.leave(acc.dk, self.units.key_rows(dk, unit), thread, row_start, self.width_qk)
+            self.hand_out(context, unit, (self.units.key_rows(dk, unit), dv_rows), scale)
             ticket, ticket_state = receive(ring, ticket_state)
+
+    @cute.jit
+    def hand_out(self, context: MmaContext, unit: Unit, rows: tuple, scale: Float32):
+        """dK and dV of a unit. `rows`: (keys, head_dim) of each."""
+        acc, thread, row_start = context.acc, context.thread, unit.key_block * self.tile.tile_n
+        dk_rows, dv_rows = rows
+        if cutlass.const_expr(not self.tile.under):
+            self.leave(acc.dv, dv_rows, thread, row_start, self.width_v)
+        acc.dk.store(acc.dk.load() * scale)
+        self.leave(acc.dk, dk_rows, thread, row_start, self.width_qk)
 
     def leave(self, acc: cute.Tensor, rows: cute.Tensor, thread: Int32, row_start: Int32, width: int):
         """A warpgroup's 64 keys of dK or dV. rows: (seqlen_k, head_dim)."""

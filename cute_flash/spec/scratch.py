@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+SHARED_ALIGN = 32  # elements: 128 bytes
+
 
 @dataclass(frozen=True)
 class TableRule:
@@ -16,7 +18,8 @@ class TableRule:
 
 @dataclass(frozen=True)
 class ScratchRule:
-    """float32 elements for a call: so many a query row, rows counted in whole tiles, and so many a tile.
+    """float32 elements for a call: so many a query row, rows counted in whole tiles, and so many a tile; after them, at
+    a multiple of SHARED_ALIGN, so many a tile of tile_n keys of a head of K and V.
 
     Of packed sequences, every sequence and what follows the last have a tile more, and a table comes before them all.
     """
@@ -26,10 +29,18 @@ class ScratchRule:
     floats_per_tile: int = 0
     table: TableRule | None = None
     table_align: int = 1  # elements
+    tile_n: int = 0
+    floats_per_key_tile: int = 0
 
-    def elements(self, batch: int, heads_q: int, seqlen_q: int, sequences: int = 0) -> int:
+    def elements(
+        self, batch: int, heads_q: int, seqlen_q: int, sequences: int = 0, heads_kv: int = 0, seqlen_k: int = 0
+    ) -> int:
         tiles, before = -(-seqlen_q // self.tile_m), 0
         if self.table is not None:
             tiles += sequences + 1
             before = -(-self.table.elements(sequences) // self.table_align) * self.table_align
-        return before + batch * heads_q * tiles * (self.tile_m * self.floats_per_row + self.floats_per_tile)
+        rows = before + batch * heads_q * tiles * (self.tile_m * self.floats_per_row + self.floats_per_tile)
+        if not self.floats_per_key_tile:
+            return rows
+        key_tiles = batch * heads_kv * -(-seqlen_k // self.tile_n)
+        return -(-rows // SHARED_ALIGN) * SHARED_ALIGN + key_tiles * self.floats_per_key_tile

@@ -99,6 +99,7 @@ COMMON_BACKWARD = [
     backward((256, 256), CAUSAL),
     backward((192, 192), CAUSAL),
     backward((128, 128), FULL),
+    backward((128, 128), CAUSAL, short=True, small=True),
     backward((64, 64), Mask(left=True, right=True, causal=True), "softcap"),
 ]
 EVERY_BACKWARD = list(
@@ -125,6 +126,10 @@ EVERY_BACKWARD = list(
         for dims, mask, dtype in itertools.product(
             [(96, 96), (128, 128), (192, 192), (192, 128)], (FULL, CAUSAL), ("bfloat16", "float16")
         )
+    )
+    | dict.fromkeys(
+        backward(dims, CAUSAL, short=short, small=True)
+        for dims, short in itertools.product([(64, 64), (96, 96), (128, 128)], (False, True))
     )
 )
 

@@ -8,7 +8,7 @@ from cute_flash.spec.plan import Plan
 
 from ...common.blocks import row_tiles
 from ...common.delta import Scratch
-from ...common.keyunits import Unit, in_sections, row_bytes, ticket_of, unit_count, unit_from, unit_of
+from ...common.keyunits import Unit, in_sections, index_from, row_bytes, ticket_of, unit_count, unit_from, unit_of
 from ...common.order import Sizes, head_by_head, longest_first
 from ...common.ragged import Place, Rows, only_rows
 from ..sequences import entry_at, place_at, tile_total
@@ -53,6 +53,33 @@ class KeyUnits:
     def key_rows(self, tensor: cute.Tensor, unit: Unit) -> cute.Tensor:
         """(keys, head_dim) of dK or dV."""
         return tensor[unit.batch, None, unit.head_kv, None]
+
+
+class SharedKeyUnits(KeyUnits):
+    """Two units a key tile, one after the other: each has half of the query tiles. The first to be drawn has those far
+    from the diagonal, and the fewer; the other waits for it, see shared.py."""
+
+    def __init__(self, plan: Plan, in_turn: bool):
+        super().__init__(plan, in_turn)
+        self.zeroes = False
+
+    def count(self, origin: Zeroing, sizes: Sizes) -> Int32:
+        return 2 * super().count(origin, sizes)
+
+    @cute.jit
+    def at(self, index: Int32, origin: Zeroing, sizes: Sizes) -> Unit:
+        return self._share(KeyUnits.at(self, index // 2, origin, sizes), index % 2)
+
+    def told(self, ticket: tuple, group: Int32, bounds: tuple) -> Unit:
+        return super().told(ticket, group, bounds)._replace(share=index_from(ticket) % 2)
+
+    @cute.jit
+    def _share(self, unit: Unit, share: Int32) -> Unit:
+        tiles = unit.tiles
+        middle = tiles.last - tiles.count // 2
+        first = Int32(cutlass.select_(share == 0, middle, tiles.first))
+        last = Int32(cutlass.select_(share == 0, tiles.last, middle))
+        return unit._replace(tiles=tiles._replace(first=first, last=last), share=share)
 
 
 class PackedKeyUnits(KeyUnits):
