@@ -26,7 +26,6 @@ class SharedBackwardSm90(BackwardSm90):
     """One Plan's kernel. Everything read here comes from the Plan."""
 
     key_units = SharedKeyUnits
-    gives_way = False
 
     def extended(self, scratch: delta.Scratch, memory: cute.Tensor, sizes: Sizes) -> delta.Scratch:
         """With what two CTAs share, behind all else."""
