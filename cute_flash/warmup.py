@@ -107,7 +107,7 @@ def _of_form(which: argparse.Namespace, direction: str) -> Iterator[dict[str, An
     asks = which.form == DENSE or direction == FORWARD
     if which.form != CACHE:
         yield from ({"short": short} for short in ((False, True) if asks else (False,)))
-    if which.form == DENSE and direction == FORWARD:
+    if which.form == DENSE:
         yield from ({"short": short, "small": True} for short in (False, True))
     if which.form == PACKED:
         yield from ({"short": asks, "few_rows": few, "few_keys": few} for few in (FEW[0], FEW[-1]))

@@ -422,7 +422,7 @@ def adds_in_turn(problem: Problem, variant: str) -> bool:
     dims, causal = (width(problem.head_dim), width(problem.head_dim_v)), str(problem.mask) == "causal"
     plain = "softcap" not in problem.features and problem.form == DENSE
     wins = dims == (128, 128) or (dims in ((64, 64), (96, 96)) and not problem.short)
-    return wins and causal and plain and problem.group == 1
+    return wins and causal and plain
 
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:

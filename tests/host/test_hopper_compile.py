@@ -228,7 +228,21 @@ def test_causal_heads_add_in_turn_unasked_where_it_won():
     assert in_turn(128, CAUSAL, short=True) and not any(in_turn(dim, CAUSAL, short=True) for dim in (64, 96))
     assert not any(in_turn(dim, FULL) or in_turn(dim, CAUSAL, "softcap") for dim in (64, 96, 128))
     assert not any(in_turn(dims, CAUSAL) for dims in (32, (64, 96), 192))
-    assert not any(in_turn(dim, CAUSAL, heads_kv=4) for dim in (64, 96, 128))
+    assert all(in_turn(dim, CAUSAL, heads_kv=4) for dim in (64, 96, 128))  # no plan depends on head counts
+
+
+def test_two_ctas_share_key_tiles_where_causal_rows_are_few():
+    """tiles.shared_backward says with what figures."""
+
+    def variant(dim: int, mask: Mask, *features: str, **options) -> str:
+        return backward((dim, dim), mask, *features, **{"small": True, **options}).variant
+
+    assert {variant(dim, CAUSAL, short=short) for dim in (40, 64, 96, 128) for short in (False, True)} == {"shared"}
+    assert {variant(dim, CAUSAL, heads_kv=8) for dim in (64, 96, 128)} == {"shared"}
+    assert not any(backward((dim, dim), CAUSAL, small=True).deterministic for dim in (64, 96, 128))
+    others = [variant(128, FULL), variant(128, CAUSAL, "softcap"), variant(128, CAUSAL, deterministic=True)]
+    others += [variant(128, CAUSAL, small=False), variant(128, Mask(left=True, right=True, causal=True))]
+    assert not any([*others, variant(32, CAUSAL)]) and variant(192, CAUSAL) == "wide"
 
 
 def test_long_heads_of_128_under_a_full_mask_have_tiles_of_80_queries():
