@@ -41,8 +41,11 @@ class Scratch(NamedTuple):
     turns: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: how often a part of dQ was added to
     counters: cute.Tensor | None = None  # Int32, one for each kernel whose CTAs draw their units
     zeroed: cute.Tensor | None = None  # (heads_kv * batch,) Int32: how many pieces CTAs have zeroed, see Ahead
-    shares: cute.Tensor | None = None  # (floats, units): what one of two CTAs that share a key tile leaves the other
-    arrived: cute.Tensor | None = None  # (warps, units) Int32: which warp's part of that is there
+    shares: cute.Tensor | None = None  # (floats, shares - 1, key tiles, heads_kv, batch): what CTAs that share a key
+    # tile leave the last of them
+    arrived: cute.Tensor | None = (
+        None  # (warps, key tiles, heads_kv, batch) Int32: of how many that warp's part is there
+    )
 
 
 class Ahead(NamedTuple):

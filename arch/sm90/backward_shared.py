@@ -1,8 +1,9 @@
-"""Backward on Hopper where key tiles are few: two CTAs share one, each walks half of the query tiles that see it.
+"""Backward on Hopper where key tiles are few: CTAs share one, each walks some of the query tiles that see it.
 
 The longest key tile of a causal launch of one round has twice the query tiles of the mean, and all wait for its CTA.
-One of the two leaves its sums of dK and dV in float32, and the other, which was drawn after it, adds them to its own:
-it waits for nobody who has not started. dQ is added in any order.
+Two halve it, and a group's heads have two each. All but the last leave their sums of dK and dV in float32, and that
+one, which was drawn after them, adds them to its own, always in the same order: it waits for nobody who has not
+started. dQ is added in any order.
 """
 
 from typing import NamedTuple
@@ -36,34 +37,38 @@ class SharedBackwardSm90(BackwardSm90):
             (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n,
             tile.tile_n * (self.width_qk + self.width_v),
         )
-        units = (key_tiles, sizes.heads_kv, sizes.batch)
-        strides = (1, Int64(floats), Int64(floats) * key_tiles, Int64(floats) * key_tiles * sizes.heads_kv)
+        units, others = (key_tiles, sizes.heads_kv, sizes.batch), self.units.shares(sizes) - 1
+        left = Int64(floats) * others  # of a key tile
+        strides = (1, floats, left, left * key_tiles, left * key_tiles * sizes.heads_kv)
         start = (memory.iterator + before).align(16)
-        words = cute.recast_ptr(start + strides[3] * sizes.batch, dtype=Int32)
+        words = cute.recast_ptr(start + strides[4] * sizes.batch, dtype=Int32)
         return scratch._replace(
-            shares=cute.make_tensor(start, cute.make_layout((floats, *units), stride=strides)),
+            shares=cute.make_tensor(start, cute.make_layout((floats, others, *units), stride=strides)),
             arrived=cute.make_tensor(words, cute.make_layout((SHARING_WARPS, *units))),
         )
 
     @cute.jit
     def hand_out(self, context: MmaContext, unit: Unit, rows: tuple, scale: Float32):
         acc, thread = context.acc, context.thread
-        place, warp = (None, unit.key_block, unit.head_kv, unit.batch), cute.arch.make_warp_uniform(thread // 32)
-        room, arrived = (tensor[place] for tensor in context.shared)
-        if unit.share == 0:
+        shares, arrived = context.shared
+        place, warp = (unit.key_block, unit.head_kv, unit.batch), cute.arch.make_warp_uniform(thread // 32)
+        rooms, arrived = shares[(None, None, *place)], arrived[(None, *place)]
+        others = unit.shares - 1
+        if unit.share < others:
             for which in cutlass.range_constexpr(2):
-                sums, mine = self.pair(acc, room, thread, which)
+                sums, mine = self.pair(acc, rooms[None, unit.share], thread, which)
                 for chunk in cutlass.range_constexpr(cute.size(sums, mode=[1])):
                     cute.autovec_copy(sums[None, chunk], mine[None, chunk])
             tell(arrived, warp)
         else:
-            wait_for(arrived, warp, Int32(1))
-            for which in cutlass.range_constexpr(2):
-                sums, theirs = self.pair(acc, room, thread, which)
-                other = cute.make_rmem_tensor(sums.shape, Float32)
-                for chunk in cutlass.range_constexpr(cute.size(sums, mode=[1])):
-                    cute.autovec_copy(theirs[None, chunk], other[None, chunk])
-                sums.store(sums.load() + other.load())
+            wait_for(arrived, warp, others)
+            for share in cutlass.range(others, unroll=1):
+                for which in cutlass.range_constexpr(2):
+                    sums, theirs = self.pair(acc, rooms[None, share], thread, which)
+                    other = cute.make_rmem_tensor(sums.shape, Float32)
+                    for chunk in cutlass.range_constexpr(cute.size(sums, mode=[1])):
+                        cute.autovec_copy(theirs[None, chunk], other[None, chunk])
+                    sums.store(sums.load() + other.load())
             BackwardSm90.hand_out(self, context, unit, rows, scale)
 
     def pair(self, acc: NamedTuple, room: cute.Tensor, thread: Int32, which: int) -> tuple:

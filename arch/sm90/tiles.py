@@ -254,7 +254,7 @@ def wide_do_slots(width_v: int) -> int:
     return 1 if width_v > 128 else 2
 
 
-SHARED = "shared"  # Plan.variant: two CTAs share a key tile, see backward_shared.py
+SHARED = "shared"  # Plan.variant: CTAs share a key tile, see backward_shared.py
 SHARING_WARPS = 8  # that hold its sums
 
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
@@ -400,10 +400,18 @@ def backward_variant(problem: Problem, tile: Tile) -> str:
 
 
 def shared_backward(problem: Problem) -> bool:
-    """Where key tiles of 128 fill the GPU once at most, and a causal mask leaves the last ones little to do."""
+    """Where key tiles fill the GPU once at most, and a causal mask leaves the last ones little to do: beyond SHORT_KEYS
+    keys, and where a group's heads leave few key tiles.
+
+    NVIDIA H200, 2026-12-01, commit 8de8d45, one sequence, TFLOP/s shared in two / any order / in turn / FA4. d=128 16
+    heads S=512 85 76 81 89, 1024 197 194 208 212, 8 heads 2048 311 256 267 270, 4 heads 4096 445 297 307 311, 1 head
+    16384 623 343 346 351; d=64 32 heads 512 82 96 100 109, 16 heads 1024 143 144 153 159, 8 heads 2048 239 198 209 216;
+    d=96 16 heads 1024 183 170 181 182, 8 heads 2048 287 227 236 235. 16 heads over 4, d=128 1024: 126 75 76 179.
+    """
     dims, causal = (width(problem.head_dim), width(problem.head_dim_v)), str(problem.mask) == "causal"
     plain = "softcap" not in problem.features and problem.form == DENSE and not problem.deterministic
-    return small(problem) and causal and plain and dims in ((64, 64), (96, 96), (128, 128))
+    few = small(problem) and (problem.group > 1 or not problem.short)
+    return few and causal and plain and dims in ((64, 64), (96, 96), (128, 128))
 
 
 def adds_in_turn(problem: Problem, variant: str) -> bool:
@@ -421,7 +429,8 @@ def adds_in_turn(problem: Problem, variant: str) -> bool:
         return False
     dims, causal = (width(problem.head_dim), width(problem.head_dim_v)), str(problem.mask) == "causal"
     plain = "softcap" not in problem.features and problem.form == DENSE
-    wins = dims == (128, 128) or (dims in ((64, 64), (96, 96)) and not problem.short)
+    narrow = dims in ((64, 64), (96, 96)) and (not problem.short or small(problem))
+    wins = dims == (128, 128) or narrow
     return wins and causal and plain
 
 
@@ -462,6 +471,7 @@ def backward_scratch(plan: Plan) -> ScratchRule:
     width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
     rule = ScratchRule(plan.tile.tile_m, width_dq + 2, 4 if plan.deterministic else 2)
     if plan.variant == SHARED:
-        shared = plan.tile.tile_n * (plan.head_dim + plan.head_dim_v) + SHARING_WARPS
-        return replace(rule, tile_n=plan.tile.tile_n, floats_per_key_tile=shared)
+        tile_n = plan.tile.tile_n
+        left = tile_n * (plan.head_dim + plan.head_dim_v)
+        return replace(rule, tile_n=tile_n, floats_per_share=left, words_per_key_tile=SHARING_WARPS)
     return replace(rule, table=TABLE, table_align=TABLE_ALIGN) if plan.form == PACKED else rule

@@ -14,8 +14,9 @@ import torch
 from cute_flash.arch.common import order
 from cute_flash.arch.sm90 import backend as sm90
 from cute_flash.arch.sm90 import backward_shared, backward_wide, dq
-from cute_flash.arch.sm90.grad import epilogue, zeros
+from cute_flash.arch.sm90.grad import epilogue, units, zeros
 from cute_flash.emulator.errors import Deadlock, EmulatorError
+from cute_flash.spec import scratch
 
 from .. import oracle
 from ..runner import TWICE_ROUNDED
@@ -176,9 +177,10 @@ def test_zeros_for_later_sections(schedule):
 
 SHARED = (
     cell(128, (193, 193), causal=True, small=True),
-    cell(64, (300, 257), causal=True, heads=(2, 1), batch=2, small=True, short=True),
+    cell(64, (300, 257), causal=True, heads=(2, 1), batch=2, small=True),
     cell(96, (150, 200), causal=True, lse_grad=True, small=True),
     cell(128, (70, 300), causal=True, heads=(4, 2), small=True, short=True),  # one query tile or two: shares of none
+    cell(64, (200, 257), causal=True, heads=(4, 1), small=True, short=True),  # eight shares
     cell(64, (200, 70), causal=True, small=True),  # rows that see no key
 )
 
@@ -194,6 +196,13 @@ def test_key_tiles_that_two_ctas_share(each, schedule):
     exact = oracle.backward(*inputs.qkv, inputs.dout, dlse, causal=True)
     assert max(oracle.relative_error(a, b) for a, b in zip(found, exact, strict=True)) < TWICE_ROUNDED
     assert "SharedBackward" in launches[1]["kernel"]
+
+
+def test_a_groups_heads_are_halved_together_where_key_tiles_are_many():
+    each = SHARED[1]
+    with mock.patch.object(scratch, "SHARED_TILES", 1), mock.patch.object(units, "SHARED_TILES", 1):
+        found, inputs, _ = gradients(each, EVERY_DAY[0], backend=Compiled(sm90.BACKEND))
+    assert max(_errors(each, found, inputs)) < TWICE_ROUNDED
 
 
 def test_who_shares_a_key_tile_waits_for_nobody_who_has_not_started():
