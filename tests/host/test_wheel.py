@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import cute_flash
 from cute_flash.runtime import dispatch, toolchain
 from cute_flash.spec import versions
 
@@ -83,7 +84,19 @@ def test_a_wheel_works_in_an_environment_of_its_own(tmp_path):
     assert names == wanted | {"cute_flash/py.typed"}, "every source and nothing else"
     said = run(python, "-c", PROGRAM, folder=tmp_path)
     assert "sm90" in said and said.endswith("exact\n")
-    assert re.search(r"cute_flash +0\.1\.0", run(python, "-m", "cute_flash", "doctor", folder=tmp_path))
+    version = re.escape(cute_flash.__version__)
+    assert re.search(
+        rf"^cute_flash +{version}$", run(python, "-m", "cute_flash", "doctor", folder=tmp_path), re.MULTILINE
+    )
+    assert wheel.name.startswith(f"cute_flash-{cute_flash.__version__}-")
+
+
+def test_every_page_names_this_version():
+    assert (
+        re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == cute_flash.__version__
+    )
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] in (cute_flash.__version__, "Unreleased") and cute_flash.__version__ in headings
 
 
 # ------------------------------------------------------------------------------------------------------------ too old
