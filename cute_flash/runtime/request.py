@@ -76,8 +76,8 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        count = isinstance(window, numbers.Integral) and not isinstance(window, bool) and window > 0
-        hint = f": a causal window of {window} keys is ({window - 1}, 0)" if count else ""
+        count = int(window) if isinstance(window, numbers.Integral) and not isinstance(window, bool) else 0
+        hint = f": a causal window of {count} keys is ({count - 1}, 0)" if count > 0 else ""
         raise TypeError(f"window must be None or a pair (left, right), got {window!r}{hint}")
     left, right = window
     return _check_bound(window, left), _check_bound(window, right)
