@@ -204,6 +204,7 @@ def _emulated_call(original):
         named = {k: present(v) for k, v in kwargs.items()}
         return raising(lambda: original(self, *shown, **named), [*args, *kwargs.values()])
 
+    call.presents = True  # type: ignore[attr-defined]
     return call
 
 
