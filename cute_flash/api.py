@@ -49,7 +49,7 @@ def attention(
     """Exact attention: softmax(scale * q k^T, masked) v, computed in tiles with memory linear in the sequence.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim).
+        q: (batch, seqlen_q, heads_q, head_dim). Of tensors laid out for SDPA: x.transpose(1, 2), nothing is copied.
         k: (batch, seqlen_k, heads_kv, head_dim). heads_q is a multiple of heads_kv (MHA, GQA, MQA).
         v: (batch, seqlen_k, heads_kv, head_dim_v). head_dim and head_dim_v are 8 to 256 and may differ.
             q, k and v share a device and a dtype: bfloat16, float16, float32 or float64. Any strides are right,

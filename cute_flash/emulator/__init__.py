@@ -133,6 +133,8 @@ def call(function, *args):
 
     if not _entered:
         raise EmulatorError("no emulation is on: use `with emulate(arch):`")
+    if getattr(type(function).__call__, "presents", False):  # by itself: presented twice, nobody knew the tensors
+        return function(*args)
     return raising(lambda: function(*(present(a) for a in args)), args)
 
 

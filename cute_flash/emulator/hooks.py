@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import functools
 import tempfile
+import threading
 
 from .errors import EmulatorError, Unavailable
 from .host import RUNTIME
@@ -104,11 +105,19 @@ def reachable(values) -> list | None:
     return found
 
 
+_one_call = threading.RLock()  # what a running call is known by (its tensors, its error) is the process's
+
+
 def raising(function, arguments=None):
-    """Call host code; an error inside a launch surfaces as itself, not as a CUDA error code.
+    """Call host code; an error inside a launch surfaces as itself, not as a CUDA error code. Threads take turns.
 
     With `arguments`, launches may touch the tensors among them only, if nothing else there can be an address.
     """
+    with _one_call:
+        return _raising(function, arguments)
+
+
+def _raising(function, arguments):
     RUNTIME.error = None
     RUNTIME.ranges = reachable(arguments) if arguments is not None else None
     try:
@@ -209,6 +218,7 @@ def _emulated_call(original):
         named = {k: present(v) for k, v in kwargs.items()}
         return raising(lambda: original(self, *shown, **named), [*args, *kwargs.values()])
 
+    call.presents = True  # type: ignore[attr-defined]
     return call
 
 
