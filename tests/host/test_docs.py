@@ -168,8 +168,8 @@ AROUND = {
 # Files that run the blocks of a page which stand alone.
 ALONE = {
     ("README.md", "q, k, v = (torch.randn("): "host/test_readme.py",
+    ("docs/serving.md", "x, indices, starts"): "host/test_serving_docs.py",
     ("docs/serving.md", "def layer("): "host/test_serving_docs.py",
-    ("docs/serving.md", "import pad_input, unpad_input"): "host/test_serving_docs.py",
     ("docs/serving.md", "def ring_attention("): "host/test_serving_docs.py",
     ("docs/emulator.md", "cute_flash.emulate("): "emulator/test_docs.py",
     ("docs/emulator.md", "@cute.kernel"): "emulator/test_docs.py",
