@@ -13,7 +13,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-from .errors import BadAccess, Deadlock, EmulatorError, IllegalInstruction, Race, StepLimit, UnknownInstruction
+from .errors import (
+    BadAccess,
+    Deadlock,
+    EmulatorError,
+    IllegalInstruction,
+    Race,
+    StepLimit,
+    Unavailable,
+    UnknownInstruction,
+)
 
 __all__ = [
     "BadAccess",
@@ -23,6 +32,7 @@ __all__ = [
     "IllegalInstruction",
     "Race",
     "StepLimit",
+    "Unavailable",
     "UnknownInstruction",
     "call",
     "current",

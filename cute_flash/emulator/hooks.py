@@ -10,7 +10,7 @@ import functools
 import tempfile
 import threading
 
-from .errors import EmulatorError
+from .errors import EmulatorError, Unavailable
 from .host import RUNTIME
 
 _CPU, _CUDA = 1, 2
@@ -167,8 +167,13 @@ def apply(arch: str) -> contextlib.ExitStack:
 
 def _settings(stack: contextlib.ExitStack, arch: str, path: str) -> None:
     """What CuTe-DSL reads from its environment, set where it keeps it: so one process serves several architectures."""
-    from cutlass.base_dsl import env_manager, jit_executor
-    from cutlass.cutlass_dsl import CuTeDSL
+    try:
+        from cutlass.base_dsl import env_manager, jit_executor
+        from cutlass.cutlass_dsl import CuTeDSL
+    except ModuleNotFoundError as error:
+        raise Unavailable(
+            f"the emulator runs programs of CuTe-DSL, which is not installed ({error}): pip install nvidia-cutlass-dsl"
+        ) from error
 
     envar = CuTeDSL._get_dsl().envar
     dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="cute_flash_ptx_"))

@@ -17,7 +17,7 @@ import tempfile
 
 import numpy as np
 
-from .errors import EmulatorError
+from .errors import EmulatorError, Unavailable
 from .machine import HOST, Launch, Options
 from .memory import BoundedMemory
 from .program import Program
@@ -117,14 +117,15 @@ class Runtime:
     def build(self) -> str:
         """Compile and load the shim; -> its path."""
         if not sys.platform.startswith("linux"):
-            raise EmulatorError(
-                "the emulator runs on Linux only: it stands in for a shared library of the CUDA runtime"
-            )
+            raise Unavailable("the emulator runs on Linux only: it stands in for a shared library of the CUDA runtime")
         if self.library is not None:
             return self.path
         self.path = os.path.join(tempfile.mkdtemp(prefix="cute_flash_emulator_"), "libcute_dsl_runtime.so")
         command = ["gcc", "-O1", "-w", "-shared", "-fPIC", "-xc", "-", "-o", self.path]
-        subprocess.run(command, input=_SOURCE.encode(), check=True)
+        try:
+            subprocess.run(command, input=_SOURCE.encode(), check=True)
+        except FileNotFoundError as error:
+            raise Unavailable("the emulator needs gcc, to build what stands in for the CUDA runtime") from error
         self.library = ctypes.CDLL(self.path, mode=ctypes.RTLD_GLOBAL)
         self._callbacks = (_LOAD(self._load), _KERNEL(self._kernel), _LAUNCH(self._launch))
         self.library.emu_connect(*self._callbacks)
