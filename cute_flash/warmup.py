@@ -22,7 +22,7 @@ from .spec.backend import Backend
 from .spec.device import Device
 from .spec.errors import UnsupportedError
 from .spec.plan import Plan
-from .spec.problem import CACHE, CACHE_FEW, DENSE, FEW, FORWARD, PACKED
+from .spec.problem import BACKWARD, CACHE, CACHE_FEW, DENSE, FEW, FORWARD, PACKED
 
 
 class Kind(NamedTuple):
@@ -124,8 +124,10 @@ def _of_form(which: argparse.Namespace, direction: str) -> Iterator[dict[str, An
     asks = which.form == DENSE or direction == FORWARD
     if which.form != CACHE:
         yield from ({"short": short} for short in ((False, True) if asks else (False,)))
-    if which.form == DENSE and direction == FORWARD:
+    if which.form == DENSE:
         yield from ({"short": short, "small": True} for short in (False, True))
+    if which.form == DENSE and direction == BACKWARD:
+        yield {"short": True, "small": True, "heads_q": 16}  # heads that share keys, see words.problem
     if which.form == PACKED:
         yield from ({"short": asks, "few_rows": few, "few_keys": few} for few in (FEW[0], FEW[-1]))
     if which.form == CACHE:
