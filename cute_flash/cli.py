@@ -47,6 +47,8 @@ def _versions() -> Iterable[tuple[str, str]]:
 def _cache_facts(root: Path | None) -> str:
     if root is None:
         return "off (CUTE_FLASH_CACHE_DIR)"
+    if fault := diskcache.fault(root):
+        return f"{fault}: each process compiles for itself"
     if not root.exists():
         return f"{root} (not made yet)"
     found = diskcache.entries(root)
