@@ -224,7 +224,10 @@ PLANTED_SHARED = {
 
 @pytest.mark.parametrize("fault", PLANTED_SHARED)
 def test_a_planted_fault_in_shared_key_tiles_is_noticed(fault):
-    must_be_noticed(SHARED[0], backward_shared, PLANTED_SHARED[fault])
+    """Eight shares of one key tile, all at once: of four heads, half of which have the one query tile."""
+    each = cell(64, (70, 100), causal=True, heads=(4, 1), small=True, short=True)
+    with mock.patch.object(checker, "SMS", 8):
+        must_be_noticed(each, backward_shared, PLANTED_SHARED[fault], resident=8)
 
 
 PLANTED = {
