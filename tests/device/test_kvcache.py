@@ -113,6 +113,17 @@ def test_a_row_does_not_depend_on_the_length_of_its_cache(backend):
 
 
 @pytest.mark.parametrize("backend", FAST)
+def test_more_new_keys_than_32_bits_count_by_vectors(backend):
+    """2^24 + 1 of 8 heads, 2^32 + 256 vectors of 16 bytes, all of them one key; there is room for 130."""
+    inputs = make_inputs(CacheCase((0,), 1, 8, 8, 128, 128, capacity=130, dtype="bfloat16")).to(DEVICE)
+    k_new, v_new = (torch.randn(1, 1, 8, 128, device=DEVICE).bfloat16() for _ in range(2))
+    new = {"k_new": k_new.expand(1, (1 << 24) + 1, 8, 128), "v_new": v_new.expand(1, (1 << 24) + 1, 8, 128)}
+    out = attention_kvcache(*inputs.qkv, **inputs.tables, **new, backend=backend)
+    assert torch.equal(inputs.k, k_new.expand_as(inputs.k)) and torch.equal(inputs.v, v_new.expand_as(inputs.v))
+    assert oracle.relative_error(out, v_new.expand_as(out)) <= 4 * HALF_ULP[torch.bfloat16]
+
+
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_a_graph_is_replayed_with_other_lengths(page_size, backend):
     """The append and the lengths' own increment are in the graph: each replay is a step of decoding."""

@@ -11,6 +11,7 @@ import torch
 
 import cute_flash
 from cute_flash import attention_kvcache
+from cute_flash.emulator import host
 from cute_flash.runtime import compiler
 from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
@@ -62,6 +63,8 @@ APPENDS = (
     (case((5, 64, 100), rows=2, causal=True), 2),
     (case((5, 66, 100), page_size=16), 5),
     (case((3, 70), chosen=True), 3),
+    (case((3, 70), heads=(5, 5), dims=(136, 40)), 2),  # 110 vectors a key: some threads have none
+    (case((3, 70), heads=(6, 3), dims=256), 2),  # 192: a CTA and a half
 )
 
 
@@ -114,6 +117,16 @@ def test_new_keys_are_written_and_seen(case, new, seed, poisoned_empty):
     result, _ = attend(part, seed, **case.options, **tables, k_new=k_new, v_new=v_new, num_splits=2)
     assert same(part.k, whole.k) and same(part.v, whole.v)
     check(case, whole, *result)
+
+
+def test_as_many_ctas_as_very_many_new_keys_need(monkeypatch):
+    """2^24 + 1 keys of 8 heads are 2^32 + 256 vectors of 16 bytes. Launches are recorded, not run."""
+    monkeypatch.setattr(host.Launch, "run", lambda launch: None)
+    inputs, new = make_inputs(case((0,), heads=(8, 8))), (1 << 24) + 1
+    k_new, v_new = (torch.ones(1, 1, 8, 128, dtype=torch.bfloat16).expand(1, new, 8, 128) for _ in range(2))
+    with emulated(SEEDS[0]) as emulation:
+        attention_kvcache(*inputs.qkv, **inputs.tables, k_new=k_new, v_new=v_new, backend="sm90")
+    assert emulation.launches[0]["grid"] == (2 * new, 1, 1) and emulation.launches[0]["block"] == (128, 1, 1)
 
 
 def test_what_there_is_no_room_for_is_dropped():
