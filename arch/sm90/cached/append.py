@@ -1,7 +1,7 @@
 """Before the keys are read: new ones are written behind those that each row has, 16 bytes a thread.
 
-A CTA writes one key, or a part of it where all heads' K and V are more than its threads' vectors: so blocks are counted,
-which memory keeps under 2^31, and not vectors (8 heads of 128 of 2^23 keys are 2^31 of them).
+A CTA writes one key, or a part of it where all heads' K and V are more vectors than it has threads: so CTAs are
+counted, which memory keeps under 2^31, and not vectors (8 heads of 128 of 2^23 keys are 2^31 of them).
 """
 
 import cutlass
