@@ -12,7 +12,7 @@ from .runtime.launch import Call
 from .runtime.request import SCALE_MAX, SCALE_MIN, Options
 from .spec import device as device_facts
 from .spec import settings
-from .spec.problem import SHORT_KEYS, SMALL_ROWS, SMALL_ROWS_FULL
+from .spec.problem import SHORT_KEYS, small_rows
 
 # (what a kernel depends on, shapes and strides left out) -> Call.
 # The types keep out DTensor, FakeTensor and their like: their data pointer is null, and a kernel would follow it.
@@ -49,7 +49,7 @@ def attention(
     """Exact attention: softmax(scale * q k^T, masked) v, computed in tiles with memory linear in the sequence.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim).
+        q: (batch, seqlen_q, heads_q, head_dim). Of tensors laid out for SDPA: x.transpose(1, 2), nothing is copied.
         k: (batch, seqlen_k, heads_kv, head_dim). heads_q is a multiple of heads_kv (MHA, GQA, MQA).
         v: (batch, seqlen_k, heads_kv, head_dim_v). head_dim and head_dim_v are 8 to 256 and may differ.
             q, k and v share a device and a dtype: bfloat16, float16, float32 or float64. Any strides are right,
@@ -82,7 +82,7 @@ def attention(
             batch, seqlen_q, heads_q, head_dim = q.shape
             batch_k, seqlen_k, heads_k, head_dim_k = k.shape
             batch_v, seqlen_v, heads_v, head_dim_v = v.shape
-            dtype, device, few = q.dtype, q.device, SMALL_ROWS if kind else SMALL_ROWS_FULL
+            dtype, device, few = q.dtype, q.device, small_rows(kind)
             lazy = q.is_neg() or k.is_neg() or v.is_neg()  # DLPack would drop the sign: the cold path makes it real
             grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
             key = (

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from . import words
 from .api import attention, explain
@@ -25,6 +24,8 @@ ROUNDS, SECONDS = 7, 0.05  # medians of 7 rounds, each about 50 ms of calls
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: seconds, for no other command
+
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     unequal = causal and q.shape[2] != k.shape[2]  # is_causal is aligned top-left, ours bottom-right
     bias = causal_lower_right(q.shape[2], k.shape[2]) if unequal else None
@@ -126,7 +127,7 @@ def bench(arguments: argparse.Namespace) -> int:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     words.add_shapes(command, required=True)
-    command.add_argument("--dtype", choices=words.DTYPES, default="bfloat16")
+    command.add_argument("--dtype", type=words.dtype, choices=words.DTYPES, default="bfloat16")
     command.add_argument("--causal", action="store_true")
     words.add_bounds(command)
     command.add_argument("--direction", choices=("forward", "both"), default="forward", help="both: with the backward")

@@ -198,7 +198,7 @@ def parser() -> argparse.ArgumentParser:
 
     walk = commands.add_parser("explain", help=explain.__doc__)
     words.add_shapes(walk)
-    walk.add_argument("--dtype", choices=words.DTYPES, default="bfloat16")
+    walk.add_argument("--dtype", type=words.dtype, choices=words.DTYPES, default="bfloat16")
     walk.add_argument(
         "--head-dim", type=words.head_dims, default=(128, 128), metavar="D|D,DV", help="where no shapes are given"
     )

@@ -51,7 +51,7 @@ def attention_kvcache(
         k_cache: (cache rows, length, heads_kv, head_dim), or with a page_table (pages, page_size, heads_kv, head_dim).
         v_cache: the same with head_dim_v. Dtypes, head counts, head dims and strides as attention takes them.
         cache_seqlens: (batch,) int32 on q's device: keys that each row has in the cache, before k_new. 0 gives output 0
-            and LSE -inf. What lies after them is never looked at.
+            and LSE -inf. What lies after them is never looked at. A call does not change it: add what k_new brought.
         page_table: (batch, pages a row) int32: where each row's keys lie, page by page; entries after its last key mean
             nothing. Any page_size.
         cache_batch_idx: (batch,) int32: which cache row belongs to each row of q; not with a page_table.

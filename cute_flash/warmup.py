@@ -94,10 +94,13 @@ def _requests(arguments: argparse.Namespace) -> Iterator[tuple[Kind, argparse.Na
         yield from ((kind, arguments) for kind in _of_options(arguments))
 
 
-def _target(capability: tuple[int, int], sms: int | None) -> Device:
-    """The GPU to compile for: a plan counts its SMs. This machine's where it is of that architecture."""
-    here = (device for device in words.devices() if device.capability == capability)
-    device = next(here, device_facts.imagined(capability, "simulated"))
+def _target(capability: tuple[int, int] | None, sms: int | None) -> Device:
+    """The GPU to compile for: a plan counts its SMs. This machine's where it is of that architecture, or none is named;
+    without a GPU a Hopper."""
+    here = words.devices()
+    wanted = capability or here[0].capability or (9, 0)
+    same = (device for device in here if device.capability == wanted)
+    device = next(same, device_facts.imagined(wanted, "simulated"))
     return replace(device, sm_count=sms or device.sm_count)
 
 
@@ -176,6 +179,7 @@ def warmup(arguments: argparse.Namespace) -> int:
     for sentence in skipped:
         print(f"skipped: {sentence}", file=progress)
     tasks = [(backend.name, plan) for plan, backend in plans.items()]
+    print(f"{len(tasks)} kernels for {_target(arguments.arch, arguments.sms)}", file=progress, flush=True)
     results = []
     for number, (plan, origin, good) in enumerate(_all_warm(tasks, arguments.jobs), 1):
         print(f"[{number}/{len(tasks)}] {plan}: {origin}", file=progress, flush=True)
@@ -190,7 +194,7 @@ DEFAULT_DTYPE = ["bfloat16"]
 
 def add_kinds(command: argparse.ArgumentParser) -> None:
     """The options that a line of a list may hold, too."""
-    command.add_argument("--dtype", nargs="+", choices=words.DTYPES, default=DEFAULT_DTYPE)
+    command.add_argument("--dtype", nargs="+", type=words.dtype, choices=words.DTYPES, default=DEFAULT_DTYPE)
     command.add_argument(
         "--head-dim", nargs="+", type=words.head_dims, default=[(64, 64), (128, 128)], metavar="D|D,DV"
     )
@@ -220,7 +224,10 @@ def add_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--list", type=Path, metavar="FILE", help="a line of these options for each set of kernels")
     command.add_argument(
-        "--arch", type=words.capability, default=(9, 0), metavar="9.0", help="the GPU to compile for, or sm_90a"
+        "--arch",
+        type=words.capability,
+        metavar="9.0",
+        help="the GPU to compile for, or sm_90a; default: this machine's first, else 9.0",
     )
     command.add_argument(
         "--sms", type=words.count, metavar="N", help="SMs of the GPU; default: this machine's, else the usual part's"

@@ -13,6 +13,7 @@ from .spec.device import Device
 from .spec.problem import BACKWARD, CACHE, DENSE, FORWARD, PACKED, Problem
 
 DTYPES = tuple(request.dtype_name(dtype) for dtype in request.DTYPES)
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 SWITCH = {"no": (False,), "yes": (True,), "both": (False, True)}
 DIRECTIONS = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 
@@ -25,6 +26,11 @@ def numbers(text: str, separator: str) -> tuple[int, ...]:
     """Empty where one of the parts is no whole number."""
     parts = text.split(separator)
     return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
+
+
+def dtype(text: str) -> str:
+    """Of DTYPES, or short for one; anything else is left for argparse's choices to refuse."""
+    return SHORT.get(text, text)
 
 
 def head_dims(text: str) -> tuple[int, int]:

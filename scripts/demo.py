@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import cute_flash
+from cute_flash.emulator import Unavailable
 from perf import check
 
 LSE_LIMIT = 1e-3  # absolute, plus 1e-6 of the value
@@ -88,7 +89,12 @@ def main() -> int:
     device = torch.device("cuda" if on_gpu else "cpu")
     name = torch.cuda.get_device_name() if on_gpu else "no CUDA GPU here: plain PyTorch on the CPU"
     print(f"cute_flash {cute_flash.__version__}, torch {torch.__version__}, {name}")
-    verdicts = [run(scene, device) for scene in scenes(on_gpu)]
+    verdicts = []
+    for scene in scenes(on_gpu):
+        try:
+            verdicts.append(run(scene, device))
+        except Unavailable as error:
+            print(f"  not run here: {error}")
     print(f"\n{sum(verdicts)} of {len(verdicts)} calls right")
     return 0 if all(verdicts) else 1
 

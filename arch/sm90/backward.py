@@ -59,6 +59,12 @@ from .schedule import WARPGROUP
 from .sequences import Lengths, launch_prepare, table_of
 from .tiles import ALTERNATE, APART, TABLE, dq_width, heads_together, table_room
 
+# For each query tile that a unit has less than the longest, see give_way. NVIDIA H200, 2026-12-01, one causal sequence,
+# TFLOP/s of any order / in turn / in turn with 200 / FA4: d=128 16 heads S=1024 193 202 210 212, 8 heads 2048 256 - 268
+# 269, 16 heads 512 76 - 80 88. In any order without / 200 / 400: d=64 32 heads 1024 208 206 206, d=96 21 heads 216 215
+# 215, d=256 8 heads 201 201 195.
+GIVE_WAY_NS = 200
+
 
 class MmaContext(NamedTuple):
     """Everything an MMA warpgroup needs in its loop; read-only."""
@@ -261,6 +267,14 @@ class BackwardSm90(PlainEntry):
             self.mma_role(context, units, (dk, dv), scale)
 
     @cute.jit
+    def give_way(self, tiles: Int32, units: Int32, sizes: Sizes):
+        """Where every CTA has one unit the longest decides: memory, which all ask at once, serves it first."""
+        if units <= cute.arch.grid_dim()[0]:
+            longest = cutlass.min(sizes.seqlen_q, sizes.seqlen_k) // self.tile.tile_m
+            fewer = cutlass.max(longest - tiles, 0)
+            cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[fewer * GIVE_WAY_NS])
+
+    @cute.jit
     def load_role(self, pipes: BackwardPipelines, units: tuple, origin: tuple, rooms: tuple, sizes: Sizes):
         sources, zeroing = origin
         smem, s_rows = rooms
@@ -272,6 +286,8 @@ class BackwardSm90(PlainEntry):
         while index < count:
             unit = self.units.at(index, zeroing, sizes)
             ticket_state = announce(ring, ticket_state, self.units.ticket(index, unit))
+            if cutlass.const_expr(self.in_turn and self.mask.causal and not self.packed):
+                self.give_way(unit.tiles.count, count, sizes)
             queries, keys = self.units.places(unit)
             feed = Feed(
                 k=tile_copy(sources.k, smem.k, (tile.tile_n, self.width_dq), keys),

@@ -391,15 +391,18 @@ def backward_variant(head_dim: int, head_dim_v: int, tile: Tile) -> str:
 def adds_in_turn(problem: Problem, variant: str) -> bool:
     """Is the order of additions to dQ fixed: on request, where nothing is added in memory, and where it is faster?
 
-    NVIDIA H200, 2026-11-30, commit 1d69293, TFLOP/s in turn / in any order: d=96 causal S=4096 508 493, 16384 564 528,
-    full 4096 532 542, 16384 545 570. Others causal, S=4096: d=64 481 473, d=128 532 523, d=192 461 474, (192,128) 437
-    440; d=128 causal 512 262 263. A group's heads of d=128, causal 8192, 32 over 8: 408 579 (dd8366d).
+    NVIDIA H200, in turn / in any order. TFLOP/s, 1d69293: d=96 causal S=4096 508 493, 16384 564 528, full 4096 532 542,
+    16384 545 570; d=192 causal 4096 461 474, (192,128) 437 440. Times, dd8366d (hopper_backward.csv), causal S=512,
+    1024, 2048, 4096, 8192, 16384, 32768: d=64 1.03 1.00 0.98 0.98 0.98 0.97 0.98, d=128 1.00 0.98 0.97 0.98 1.00 1.00
+    1.00, one sequence of 1024 0.95, of 4096 0.98. Groups, a8003b8, 32 heads over 8, d=128 causal 2048, 8192, 16384:
+    0.96 1.01 1.02.
     """
     if problem.deterministic or variant == APART:
         return True
     dims, causal = (width(problem.head_dim), width(problem.head_dim_v)), str(problem.mask) == "causal"
     plain = "softcap" not in problem.features and problem.form == DENSE
-    return dims == (96, 96) and causal and plain and problem.group == 1 and not problem.short
+    wins = dims == (128, 128) or (dims in ((64, 64), (96, 96)) and not problem.short)
+    return wins and causal and plain and problem.group == 1
 
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:

@@ -13,7 +13,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-from .errors import BadAccess, Deadlock, EmulatorError, IllegalInstruction, Race, StepLimit, UnknownInstruction
+from .errors import (
+    BadAccess,
+    Deadlock,
+    EmulatorError,
+    IllegalInstruction,
+    Race,
+    StepLimit,
+    Unavailable,
+    UnknownInstruction,
+)
 
 __all__ = [
     "BadAccess",
@@ -23,6 +32,7 @@ __all__ = [
     "IllegalInstruction",
     "Race",
     "StepLimit",
+    "Unavailable",
     "UnknownInstruction",
     "call",
     "current",
@@ -123,6 +133,8 @@ def call(function, *args):
 
     if not _entered:
         raise EmulatorError("no emulation is on: use `with emulate(arch):`")
+    if getattr(type(function).__call__, "presents", False):  # by itself: presented twice, nobody knew the tensors
+        return function(*args)
     return raising(lambda: function(*(present(a) for a in args)), args)
 
 

@@ -143,7 +143,6 @@ def setmaxnreg(i: Instr, kernel: Kernel):
 @effect(
     "nanosleep",
     "pmevent",
-    "griddepcontrol",
     "membar",
     "prefetch",
     "prefetchu",
@@ -155,6 +154,30 @@ def nothing(i: Instr, kernel: Kernel):
     """Hints, and orderings that a sequentially consistent memory has anyway."""
     after = i.pc + 1
     return lambda w, mask: after
+
+
+@effect("griddepcontrol")
+def griddepcontrol(i: Instr, kernel: Kernel):
+    """See succession.py."""
+    after = i.pc + 1
+
+    def launch_dependents(w, mask):
+        launch = w.cta.launch
+        launch.lets_start, launch.lets_start_early = True, launch.ahead is not None and not launch.ahead.landed
+        return after
+
+    def wait(w, mask):
+        launch = w.cta.launch
+        if launch.ahead is None or launch.ahead.landed:
+            return after
+        launch.ahead.waited = True
+        if launch.engine.at_once():
+            launch.ahead.land()
+            return after
+        w.fragment.wait = launch.ahead
+        return BLOCKED
+
+    return wait if "wait" in i.parts else launch_dependents
 
 
 __all__ = ["BLOCKED", "REGISTRY", "build", "effect", "fall_off"]

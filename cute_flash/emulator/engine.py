@@ -50,8 +50,12 @@ class Engine:
         self.pending.append(op)
         if self.mode == "eager":
             self.settle()
-        elif self.mode == "random" and self.rng.random() < 0.3 and self._eligible(op):
+        elif self.at_once() and self._eligible(op):
             self.execute(op)
+
+    def at_once(self) -> bool:
+        """Does what begins now take effect now?"""
+        return self.mode == "eager" or (self.mode == "random" and self.rng.random() < 0.3)
 
     def settle(self) -> None:
         """Run whatever can run (eager)."""

@@ -7,6 +7,10 @@ class EmulatorError(RuntimeError):
     """Base of everything the emulator finds wrong with a program."""
 
 
+class Unavailable(EmulatorError):
+    """This machine lacks what the emulator stands on: Linux, gcc or CuTe-DSL."""
+
+
 class UnknownInstruction(EmulatorError):
     """An instruction, or a form of one, that the emulator does not model."""
 

@@ -8,8 +8,9 @@ import ctypes
 import dataclasses
 import functools
 import tempfile
+import threading
 
-from .errors import EmulatorError
+from .errors import EmulatorError, Unavailable
 from .host import RUNTIME
 
 _CPU, _CUDA = 1, 2
@@ -104,11 +105,19 @@ def reachable(values) -> list | None:
     return found
 
 
+_one_call = threading.RLock()  # what a running call is known by (its tensors, its error) is the process's
+
+
 def raising(function, arguments=None):
-    """Call host code; an error inside a launch surfaces as itself, not as a CUDA error code.
+    """Call host code; an error inside a launch surfaces as itself, not as a CUDA error code. Threads take turns.
 
     With `arguments`, launches may touch the tensors among them only, if nothing else there can be an address.
     """
+    with _one_call:
+        return _raising(function, arguments)
+
+
+def _raising(function, arguments):
     RUNTIME.error = None
     RUNTIME.ranges = reachable(arguments) if arguments is not None else None
     try:
@@ -158,8 +167,13 @@ def apply(arch: str) -> contextlib.ExitStack:
 
 def _settings(stack: contextlib.ExitStack, arch: str, path: str) -> None:
     """What CuTe-DSL reads from its environment, set where it keeps it: so one process serves several architectures."""
-    from cutlass.base_dsl import env_manager, jit_executor
-    from cutlass.cutlass_dsl import CuTeDSL
+    try:
+        from cutlass.base_dsl import env_manager, jit_executor
+        from cutlass.cutlass_dsl import CuTeDSL
+    except ModuleNotFoundError as error:
+        raise Unavailable(
+            f"the emulator runs programs of CuTe-DSL, which is not installed ({error}): pip install nvidia-cutlass-dsl"
+        ) from error
 
     envar = CuTeDSL._get_dsl().envar
     dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="cute_flash_ptx_"))
@@ -204,6 +218,7 @@ def _emulated_call(original):
         named = {k: present(v) for k, v in kwargs.items()}
         return raising(lambda: original(self, *shown, **named), [*args, *kwargs.values()])
 
+    call.presents = True  # type: ignore[attr-defined]
     return call
 
 

@@ -17,11 +17,12 @@ import tempfile
 
 import numpy as np
 
-from .errors import EmulatorError
+from .errors import EmulatorError, Unavailable
 from .machine import HOST, Launch, Options
 from .memory import BoundedMemory
 from .program import Program
-from .ptx import parse
+from .ptx import Kernel, parse
+from .succession import Succession
 
 _SOURCE = r"""
 #include <stdint.h>
@@ -85,6 +86,7 @@ _KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p)
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_void_p))
 
 _CLUSTER_ATTRIBUTE, _ATTRIBUTE_BYTES = 4, 72
+_BESIDE_ATTRIBUTE = 6  # cudaLaunchAttributeProgrammaticStreamSerialization
 _FATBIN = b"\x50\xed\x55\xba"
 _FAILED = 999  # cudaErrorUnknown: the real error is kept in Runtime.error
 
@@ -101,6 +103,7 @@ class Runtime:
         self.kernels: list[tuple[str, str]] = []
         self.error: BaseException | None = None
         self.ranges: list | None = None  # what the running call may touch, where that is known
+        self.succession: Succession | None = None  # its launches
         self.library = None
         self.path = ""
         self._callbacks: tuple = ()
@@ -114,14 +117,15 @@ class Runtime:
     def build(self) -> str:
         """Compile and load the shim; -> its path."""
         if not sys.platform.startswith("linux"):
-            raise EmulatorError(
-                "the emulator runs on Linux only: it stands in for a shared library of the CUDA runtime"
-            )
+            raise Unavailable("the emulator runs on Linux only: it stands in for a shared library of the CUDA runtime")
         if self.library is not None:
             return self.path
         self.path = os.path.join(tempfile.mkdtemp(prefix="cute_flash_emulator_"), "libcute_dsl_runtime.so")
         command = ["gcc", "-O1", "-w", "-shared", "-fPIC", "-xc", "-", "-o", self.path]
-        subprocess.run(command, input=_SOURCE.encode(), check=True)
+        try:
+            subprocess.run(command, input=_SOURCE.encode(), check=True)
+        except FileNotFoundError as error:
+            raise Unavailable("the emulator needs gcc, to build what stands in for the CUDA runtime") from error
         self.library = ctypes.CDLL(self.path, mode=ctypes.RTLD_GLOBAL)
         self._callbacks = (_LOAD(self._load), _KERNEL(self._kernel), _LAUNCH(self._launch))
         self.library.emu_connect(*self._callbacks)
@@ -172,14 +176,16 @@ class Runtime:
     def _run(self, kernel: int, config, args) -> int:
         digest, name = self.kernels[kernel]
         program = self.program(digest, name)
-        grid, block, shared, cluster = read_config(config, program.kernel)
+        grid, block, shared, cluster, beside = read_config(config, program.kernel)
         params = np.zeros(program.kernel.param_bytes + 64, np.uint8)
         start = -params.ctypes.data % 64
         params = params[start : start + program.kernel.param_bytes]
         for n, param in enumerate(program.kernel.params):
             params[param.offset : param.offset + param.size] = HOST.bytes_at(args[n], param.size)
         host = HOST if self.ranges is None else BoundedMemory(self.ranges)
-        launch = Launch(program, grid, block, cluster, shared, params, self.options, self.sms, host)
+        succession = self._succession()
+        ahead = None if succession is None else succession.begin(beside, lets_dependents_start(program.kernel))
+        launch = Launch(program, grid, block, cluster, shared, params, self.options, self.sms, host, ahead)
         record = {
             "kernel": name,
             "grid": grid,
@@ -191,23 +197,39 @@ class Runtime:
         self.launches.append(record)
         launch.run()
         record["steps"] = launch.steps
+        if succession is not None:
+            succession.end(launch, name)
         return 0
+
+    def _succession(self) -> Succession | None:
+        """Of the running call; None where what it may touch is not known."""
+        if self.ranges is None:
+            return None
+        if self.succession is None or self.succession.ranges is not self.ranges:
+            self.succession = Succession(self.ranges, HOST)
+        return self.succession
+
+
+def lets_dependents_start(kernel: Kernel) -> bool:
+    return any(instr.op == "griddepcontrol.launch_dependents" for instr in kernel.instrs)
 
 
 def read_config(config, kernel) -> tuple:
-    """-> grid, block, dynamic shared bytes, cluster of a cudaLaunchConfig_t."""
+    """-> grid, block, dynamic shared bytes, cluster of a cudaLaunchConfig_t; may it start beside the one before?"""
     words = config
     raw = ctypes.string_at(ctypes.addressof(words.contents), 56)
     grid, block = struct.unpack_from("<3I", raw, 0), struct.unpack_from("<3I", raw, 12)
     (shared,) = struct.unpack_from("<Q", raw, 24)
     attributes, count = struct.unpack_from("<QI", raw, 40)
-    cluster = kernel.reqnctapercluster or (1, 1, 1)
+    cluster, beside = kernel.reqnctapercluster or (1, 1, 1), False
     for n in range(count if attributes else 0):
         entry = ctypes.string_at(attributes + n * _ATTRIBUTE_BYTES, 24)
         if struct.unpack_from("<I", entry)[0] == _CLUSTER_ATTRIBUTE:
             cluster = struct.unpack_from("<3I", entry, 8)
+        elif struct.unpack_from("<I", entry)[0] == _BESIDE_ATTRIBUTE:
+            beside = struct.unpack_from("<I", entry, 8)[0] != 0
     cluster = tuple(max(1, c) for c in (*cluster, 1, 1)[:3])
-    return grid, block, shared, cluster
+    return grid, block, shared, cluster, beside
 
 
 def read_elf(address: int) -> bytes:

@@ -16,6 +16,7 @@ from .order import Order, Shadow
 from .polls import PATIENCE, MemoryWait
 from .ptx import Kernel
 from .registers import LANES, RegisterPool, Registers
+from .succession import Unfinished
 from .tmem import Tmem
 from .warp import Warp
 
@@ -237,6 +238,9 @@ class Launch:
     options: Options = field(default_factory=Options)
     sms: int = 132
     host: HostMemory = HOST
+    ahead: Unfinished | None = None  # of the launch before
+    lets_start: bool = False  # did a warp let the next launch start
+    lets_start_early: bool = False  # before what was ahead had landed?
 
     def __post_init__(self):
         kernel: Kernel = self.program.kernel
@@ -357,13 +361,14 @@ class Launch:
         mark = getattr(self, "_poll_mark", 0)
         if self.steps - mark > STARVED:
             self._poll_mark = self.steps
-            self.engine.advance(set())
+            if not self.engine.advance(set()) and self.ahead is not None:
+                self.ahead.land()
 
     def _stalled(self, warps: list) -> None:
-        """Nobody can run: complete an operation, let lanes overtake, polls look again, bring more clusters in, or
-        report."""
+        """Nobody can run: complete an operation or the launch before, let lanes overtake, polls look again, bring more
+        clusters in, or report."""
         awaited = {f.wait.barrier for w in warps for f in w.fragments if isinstance(f.wait, MBarrierWait)}
-        if self.engine.advance(awaited):
+        if self.engine.advance(awaited) or (self.ahead is not None and self.ahead.land()):
             return
         for warp in warps:
             if len(warp.fragments) > 1 and not warp.independent:

@@ -4,7 +4,8 @@
 
 Layouts are the same on both sides: (batch, seqlen, heads, head_dim), packed (total, heads, head_dim). What differs, and
 is turned into our words: a window bound below 0 is unbounded, softcap 0.0 is none. Where a row sees no key LSE is -inf
-here. Dropout, alibi_slopes, rotation and left padding are refused with a sentence.
+here. Dropout, alibi_slopes and left padding are refused with a sentence. Functions and order are FlashAttention 2's;
+where later ones put arguments elsewhere, name them. bert_padding.py, beside, has flash_attn.bert_padding's functions.
 """
 
 import numbers
@@ -14,6 +15,8 @@ import torch
 
 from ..api import attention
 from ..kvcache import attention_kvcache
+from ..runtime import caches
+from ..runtime.caches import Cache
 from ..spec.errors import UnsupportedError
 from ..varlen import attention_varlen
 
@@ -76,6 +79,56 @@ def _length(k_cache: torch.Tensor, block_table: torch.Tensor | None, given: Any)
         raise ValueError(f"cache_seqlens={given}: 0 to the {capacity} keys that the cache holds")
     length: int = given
     return length
+
+
+def _check_rotation(cos: Any, sin: Any, q: torch.Tensor, cache: Cache) -> None:
+    """q and the cache have been looked at."""
+    for name, angles in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(angles, torch.Tensor) or not angles.is_floating_point():
+            got = angles.dtype if isinstance(angles, torch.Tensor) else type(angles).__name__
+            raise TypeError(f"{name} must be a tensor of floats, as its companion is, got {got}")
+        if angles.dim() != 2 or angles.shape != cos.shape or not 0 < 2 * angles.shape[1] <= q.shape[3]:
+            rule = f"(positions, up to half of head_dim {q.shape[3]}), rotary_cos and rotary_sin alike"
+            raise ValueError(f"{name} must be {rule}, got shape {tuple(angles.shape)}")
+        if angles.shape[0] < cache.capacity:
+            raise ValueError(f"{name} has {angles.shape[0]} positions for the {cache.capacity} keys of the cache")
+        if angles.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {angles.device}")
+
+
+def _rotated(
+    x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    """x (batch, seqlen, heads, head_dim), its first dims turned by the angles of positions (batch, seqlen or 1).
+
+    Computed in float32 (float64 for float64). The pairs that turn together are neighbours, or lie half the dims apart.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    last = angles[0].shape[0] - 1  # beyond are keys that the cache has no room for; a wrong length must not fault
+    cos, sin = (angle.to(dtype)[positions.clamp(0, last)].unsqueeze(2) for angle in angles)
+    dims = 2 * cos.shape[-1]
+    turning = x[..., :dims].to(dtype)
+    a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+    turned = a * cos - b * sin, a * sin + b * cos
+    whole = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat((whole.to(x.dtype), x[..., dims:]), dim=-1)
+
+
+def _rotate(
+    q: torch.Tensor, cache: Cache, angles: tuple[Any, Any], interleaved: bool, bounded: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(q, k_new, v_new) where new keys stand at their places in the cache, and so do query rows if a mask is bounded to
+    a diagonal; without one they all stand at the first new key's, as FlashAttention has it."""
+    q, cache = caches.autocast(q, cache)
+    caches.check(q, cache)
+    _check_rotation(*angles, q, cache)
+    k_new, v_new = cache.k_new, cache.v_new
+    if k_new is None or v_new is None:
+        raise ValueError("rotary_cos= and rotary_sin= go with k= and v=: what is in the cache was rotated before")
+    start = cache.seqlens[:, None].long()
+    rows, keys = (torch.arange(x.shape[1], device=q.device) for x in (q, k_new))
+    turned = _rotated(q, angles, start + rows if bounded else start, interleaved)
+    return turned, _rotated(k_new, angles, start + keys, interleaved), v_new
 
 
 def flash_attn_func(
@@ -207,20 +260,26 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, cache_batch_idx, causal: as attention_kvcache() takes them; k, v: its k_new, v_new.
         cache_seqlens: (batch,) int32, or one integer for all rows; None = the whole cache, and then no k and v.
         block_table: its page_table. num_splits: 0 = its None. The others as flash_attn_func has them.
-        rotary_cos, rotary_sin, cache_leftpad: None. Anything else is refused.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), at least as many positions as the cache holds keys: q and k
+            are rotated before they are used and written, in torch operations of their own, k at its places in the
+            cache. rotary_interleaved: neighbouring dims turn together, else dims i and i + rotary_dim / 2.
+        cache_leftpad: None. Anything else is refused.
 
     Raises what attention_kvcache() raises.
     """
-    for name, value in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin), ("cache_leftpad", cache_leftpad)):
-        if value is not None:
-            raise UnsupportedError(f"{name}= is not built yet: rotate q and k, and cut the padding, before the call")
+    if cache_leftpad is not None:
+        raise UnsupportedError("cache_leftpad= is not built yet: cut the padding before the call")
     if cache_seqlens is None and (k is not None or v is not None):
         raise ValueError("cache_seqlens=None is the whole cache, which has no room for k= and v=: say where they go")
     if not isinstance(cache_seqlens, torch.Tensor):
         length = _length(k_cache, block_table, cache_seqlens)
         cache_seqlens = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+    window = _window(window_size)
+    if rotary_cos is not None or rotary_sin is not None:
+        cache = Cache(k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, k, v)
+        q, k, v = _rotate(q, cache, (rotary_cos, rotary_sin), rotary_interleaved, causal or window != (None, None))
     return attention_kvcache(
         q, k_cache, v_cache, cache_seqlens=cache_seqlens, page_table=block_table, cache_batch_idx=cache_batch_idx,
-        k_new=k, v_new=v, num_splits=num_splits or None, causal=causal, window=_window(window_size),
+        k_new=k, v_new=v, num_splits=num_splits or None, causal=causal, window=window,
         scale=softmax_scale, softcap=softcap, return_lse=return_softmax_lse, **_refused(0.0, alibi_slopes),
     )  # fmt: skip

@@ -48,11 +48,7 @@ class Cache(NamedTuple):
 
 def _check_table(name: str, tensor: Any, q: torch.Tensor, dims: int) -> None:
     shape = "(batch,)" if dims == 1 else "(batch, pages)"
-    if not isinstance(tensor, torch.Tensor) or request.has_no_memory(tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    request.refuse_layout(name, tensor)
-    if tensor.dtype != _int32:
-        raise TypeError(f"{name} must be int32, got {request.dtype_name(tensor.dtype)}")
+    request.check_int32(name, tensor, shape)
     if tensor.dim() != dims or tensor.shape[0] != q.shape[0]:
         raise ValueError(f"{name} must be {shape} for a batch of {q.shape[0]}, got shape {tuple(tensor.shape)}")
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:

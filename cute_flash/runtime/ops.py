@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..spec import settings
-from ..spec.problem import SHORT_KEYS, SMALL_ROWS, SMALL_ROWS_FULL
+from ..spec.problem import SHORT_KEYS, small_rows
 from . import autograd, flops, launch, request
 from .launch import Backward, Call
 from .request import Options
@@ -131,8 +131,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: bool, *give
     sizes, dims, fit = _sizes(q, k, v)
     of, numbers = split(q, dims, words)
     batch, seqlen_q, seqlen_k = sizes
-    few = SMALL_ROWS_FULL if of[3] is False else SMALL_ROWS  # as Problem.small_rows
-    key = (of, seqlen_k <= SHORT_KEYS, batch * seqlen_q * dims[0] <= few, lse)
+    key = (of, seqlen_k <= SHORT_KEYS, batch * seqlen_q * dims[0] <= small_rows(of[3]), lse)
     call = _forwards.get(key)
     if call is None or not fit:
         request.check_tensors(q, k, v)

@@ -75,11 +75,7 @@ def _check_hint(name: str, value: Any) -> None:
 def check_lengths(q: torch.Tensor, lengths: Lengths) -> None:
     """A TypeError or ValueError that names the value and the rule. The values on the device are not looked at."""
     for name, tensor in (("cu_seqlens_q", lengths.cu_seqlens_q), ("cu_seqlens_k", lengths.cu_seqlens_k)):
-        if not isinstance(tensor, torch.Tensor) or request.has_no_memory(tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        request.refuse_layout(name, tensor)
-        if tensor.dtype != _int32:
-            raise TypeError(f"{name} must be int32, got {request.dtype_name(tensor.dtype)}")
+        request.check_int32(name, tensor, "(sequences + 1,)")
         if tensor.dim() != 1 or tensor.shape[0] == 0:
             raise ValueError(f"{name} must be 1-D (sequences + 1,), got shape {tuple(tensor.shape)}")
         if not tensor.is_contiguous():

@@ -18,6 +18,8 @@ from ..spec.errors import UnsupportedError
 from ..spec.mask import Mask
 from ..spec.problem import DENSE, FORWARD, HEAD_DIM_MAX, HEAD_DIM_MIN, SHORT_KEYS, Problem
 from . import emulation
+from .foreign import NOT_BUILT, UNBUILT
+from .foreign import refuse as refuse_foreign
 
 # Below, scale * log2(e) leaves float32's normal range. Above, ordinary scores times scale pass 2^28, where half an ulp
 # of the product no longer fits the exponent of a probability.
@@ -27,21 +29,6 @@ SOFTCAP_MIN, SOFTCAP_MAX = 2.0**-16, 2.0**10
 BOUND_MAX = 2**30  # a window's bound beyond it is taken as it: no sequence is that long, and sums stay within 32 bits
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ROW_BYTES = 16  # what TMA asks of every row start and outer stride
-
-UNBUILT = frozenset({"sink", "alibi_slopes", "score_mod", "mask_mod", "block_mask"})
-NOT_BUILT = "{name}= is not built yet: {function} serves causal=, window=, scale= and softcap=, and nothing else so far"
-FOREIGN = {
-    "dropout": "dropout= is not supported: attention is exact and drops nothing, leave the argument out",
-    "dropout_p": "dropout_p= is not supported: attention is exact and drops nothing, leave the argument out",
-    "attn_mask": "attn_mask= is not supported: a mask is a rule (causal=True), not a tensor of booleans or floats",
-}
-RENAMED = {
-    "is_causal": "causal=",
-    "softmax_scale": "scale=",
-    "sm_scale": "scale=",
-    "window_size": "window=",
-    "enable_gqa": "nothing: grouped heads follow from the head counts of q and k",
-}
 
 
 @dataclass(frozen=True)
@@ -89,7 +76,9 @@ def _check_window(window: Any) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window must be None or a pair (left, right), got {window!r}")
+        count = int(window) if isinstance(window, numbers.Integral) and not isinstance(window, bool) else 0
+        hint = f": a causal window of {count} keys is ({count - 1}, 0)" if count > 0 else ""
+        raise TypeError(f"window must be None or a pair (left, right), got {window!r}{hint}")
     left, right = window
     return _check_bound(window, left), _check_bound(window, right)
 
@@ -158,18 +147,6 @@ def _spelled(given: Any, value: float) -> str:
 FUNCTORCH = "torch.func transforms (vmap, grad, jvp, ...) of attention are not built yet: call it on plain tensors"
 
 
-def _refuse_foreign(unknown: dict[str, Any], function: str) -> None:
-    for name, value in unknown.items():
-        if name in UNBUILT:
-            continue  # None: check_options has looked
-        if name in FOREIGN:
-            if value is None or (isinstance(value, (int, float)) and value == 0):
-                continue  # what other libraries spell out and mean nothing by: dropout_p=0.0, attn_mask=None
-            raise UnsupportedError(FOREIGN[name])
-        hint = f" (here: {RENAMED[name]})" if name in RENAMED else ""
-        raise TypeError(f"{function}() has no argument {name}={hint}")
-
-
 def spell(causal: Any, window: Any, softcap: Any) -> Options:
     """Of these three alone, checked."""
     causal, left, right = _intersect(causal, window)
@@ -187,7 +164,7 @@ def check_options(
     for name, value in (*arguments.items(), *unknown.items()):
         if value is not None and name in UNBUILT:
             raise UnsupportedError(NOT_BUILT.format(name=name, function=function))
-    _refuse_foreign(unknown, function)
+    refuse_foreign(unknown, function)
     causal, left, right = _intersect(arguments.get("causal", False), arguments.get("window"))
     softcap = _check_softcap(arguments.get("softcap"))
     backend = arguments.get("backend")
@@ -257,8 +234,18 @@ def refuse_batched(name: str, tensor: torch.Tensor) -> None:
 def refuse_layout(name: str, tensor: torch.Tensor) -> None:
     """Before its shape is looked at: a nested tensor has none."""
     if tensor.layout != torch.strided or tensor.is_nested:
-        layout = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+        way = "a nested tensor: of a jagged one attention_varlen takes values() and offsets().int()"
+        layout = way if tensor.is_nested else str(tensor.layout)
         raise TypeError(f"{name} must be a plain strided tensor, got {layout}")
+
+
+def check_int32(name: str, tensor: Any, shape: str) -> None:
+    """Of lengths and tables, before their shape is looked at. Converting them here would be a launch a call."""
+    if not isinstance(tensor, torch.Tensor) or has_no_memory(tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}: {shape} int32 on q's device")
+    refuse_layout(name, tensor)
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {dtype_name(tensor.dtype)}: convert it once, with .int()")
 
 
 def refuse_transforms() -> None:
@@ -277,7 +264,8 @@ def _check_kinds(tensors: dict[str, Any], dims: int) -> None:
             raise ValueError(f"{name} must be {SHAPES[dims]}, got shape {tuple(tensor.shape)}")
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     if len(set(dtypes.values())) > 1:
-        raise TypeError("q, k and v must have one dtype, got " + ", ".join(f"{n} {d}" for n, d in dtypes.items()))
+        way = ": cast them, or call under torch.autocast" if set(dtypes.values()) <= set(DTYPES) else ""
+        raise TypeError("q, k and v must have one dtype, got " + ", ".join(f"{n} {d}" for n, d in dtypes.items()) + way)
     devices = {name: tensor.device for name, tensor in tensors.items()}
     if len(set(devices.values())) > 1:
         raise ValueError("q, k and v must be on one device, got " + ", ".join(f"{n} {d}" for n, d in devices.items()))
@@ -308,7 +296,10 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 def _check_group(heads_q: int, heads_kv: int) -> None:
     if heads_q % heads_kv if heads_kv else heads_q:
-        raise ValueError(f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}")
+        raise ValueError(
+            f"heads_q must be a multiple of heads_kv, got heads_q={heads_q} and heads_kv={heads_kv}: heads are the "
+            "last dimension but one (of tensors laid out for SDPA: x.transpose(1, 2))"
+        )
 
 
 def _check_limits(q: torch.Tensor, v: torch.Tensor, values: bool) -> None:

@@ -1,6 +1,7 @@
 """The only file that asks torch.cuda about the hardware."""
 
 import functools
+import re
 from dataclasses import dataclass
 
 import torch
@@ -33,15 +34,17 @@ def imagined(capability: tuple[int, int], word: str) -> Device:
 
 
 def capability_of(arch: str) -> tuple[int, int]:
-    """Of "9.0", or of a compile target such as "sm_90a". ValueError for anything else, TypeError for no text."""
+    """Of "9.0", of a compile target such as "sm_90a", or of a backend named after one, "sm90". ValueError for anything
+    else, TypeError for no text."""
     if not isinstance(arch, str):
         raise TypeError(f"arch={arch!r} must be text, such as '9.0'")
-    if arch in ARCHES:
-        return ARCHES[arch]
-    major, dot, minor = arch.partition(".")
-    if not (dot and major.isdecimal() and minor.isdecimal()):
-        targets = ", ".join(ARCHES)
-        raise ValueError(f"{arch!r} is neither a compute capability MAJOR.MINOR (9.0) nor one of {targets}")
+    found = re.fullmatch(r"(\d+)\.(\d+)|sm_?(\d+)(\d)a?", arch, re.ASCII)
+    if found is None:
+        raise ValueError(
+            f"{arch!r} is neither a compute capability MAJOR.MINOR (9.0) nor a compile target (sm_90a); H100 and H200 "
+            "are 9.0, B200 10.0, B300 10.3"
+        )
+    major, minor = (part for part in found.groups() if part is not None)
     return int(major), int(minor)
 
 

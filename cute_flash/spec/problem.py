@@ -1,6 +1,7 @@
 """Problem: one attention call, described as a frozen value that prints itself. Backends read it; nothing else may."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from .device import Device
 from .mask import FULL, Mask
@@ -8,14 +9,19 @@ from .mask import FULL, Mask
 FORWARD, BACKWARD = "forward", "backward"
 HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 256  # of head_dim and head_dim_v
 SHORT_KEYS = 1024  # up to here a call counts as short
-# Query rows of all heads and sequences: up to here a call counts as small. Where every row sees every key and nothing
-# is capped, tiles cost the same, and half as many rows fill a GPU.
-SMALL_ROWS, SMALL_ROWS_FULL = 128 * 128, 64 * 128
+SMALL_ROWS, SMALL_ROWS_FULL = 128 * 128, 64 * 128  # see small_rows
 # How sequences lie in the operands, see backend.py.
 DENSE, PACKED, CACHE = "dense", "packed", "cache"
 FEW = (16, 32, 64)  # what the longest of packed sequences is rounded up to where it is that short
 
 CACHE_FEW = (8, *FEW)  # likewise the query rows of a group, over a cache
+
+
+def small_rows(bounded: Any) -> int:
+    """Query rows of all heads and sequences up to which a call counts as small. `bounded` is true of a mask, a window
+    or a softcap: without, tiles cost the same, and half as many rows fill a GPU. Any value will do: a warm call gives
+    its request.Kind."""
+    return SMALL_ROWS if bounded else SMALL_ROWS_FULL
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Problem:
 
     @property
     def small_rows(self) -> int:
-        return SMALL_ROWS_FULL if self.mask == FULL and not self.features else SMALL_ROWS
+        return small_rows(self.mask != FULL or self.features)
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim},{self.head_dim_v})"

@@ -52,7 +52,7 @@ def test_counts_are_those_of_the_tests():
     assert len(SCHEDULES) == 12 and "under twelve schedules" in (ROOT / "docs" / "mutation.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["mutation_sm90"])
+@pytest.mark.parametrize("name", ["mutation_sm90", "mutation_sm100", "mutation_sm100_backward"])
 def test_the_mutation_tables_are_those_of_the_csv(name):
     page, rows = (
         (ROOT / "docs" / "mutation.md").read_text(),

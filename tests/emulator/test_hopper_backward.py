@@ -123,6 +123,12 @@ def test_deterministic_gradients_are_the_same_under_every_schedule(each):
     assert all(torch.equal(runs[0], found) for found in runs[1:])
 
 
+def test_heads_that_are_walked_upwards():
+    """The turns of a causal head that is not among the last: a query tile's last key tile comes first."""
+    each = cell(64, (130, 257), causal=True, heads=(2, 2), deterministic=True)
+    in_turn(checker.check, each, EVERY_DAY[0], backend=Compiled(sm90.BACKEND))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("each", IN_TURN, ids=str)
 def test_sums_of_those_who_do_not_wait_for_their_turn_differ(each):

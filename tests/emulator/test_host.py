@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import cute_flash
 from cute_flash import emulator
 from cute_flash.emulator import EmulatorError, emulate
 
+from .. import oracle
+from ..runner import TWICE_ROUNDED
 from .test_faults import run_tile, tile
 
 
@@ -195,3 +198,21 @@ def test_an_error_in_a_launch_leaves_the_next_one_whole():
         run_tile("sm_90a", lambda ptx: ptx.replace("setmaxnreg.dec", "frobnicate"))
     s, expected = run_tile("sm_90a")
     assert (s - expected).abs().max() < 1e-4
+
+
+def test_threads_that_call_at_once_take_turns():
+    """What a launch may touch are the tensors of its own call, and an error is that call's."""
+    errors = [float("nan")] * 3
+
+    def work(i):
+        q, k, v = (torch.randn(1, rows, 2, 64).bfloat16() for rows in (70 + i, 200, 200))
+        out = cute_flash.attention(q, k, v, causal=i == 1, backend="sm90")
+        errors[i] = oracle.relative_error(out, oracle.forward(q, k, v, causal=i == 1).out)
+
+    with cute_flash.emulate("sm_90a"):
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert max(errors) < TWICE_ROUNDED

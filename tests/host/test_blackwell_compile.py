@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("cutlass")
+
 from cute_flash.arch.sm100 import tiles
 from cute_flash.arch.sm100.backend import ARCHES, BACKEND
 from cute_flash.arch.sm100.grad.memory import BackwardShape

@@ -196,9 +196,12 @@ def test_explain_fails_aloud(capsys):
     [
         (
             ["explain", "--capability", "75"],
-            "argument --arch/--capability: '75' is neither a compute capability MAJOR.MINOR (9.0) nor one of sm_90a, ",
+            "--capability: '75' is neither a compute capability MAJOR.MINOR (9.0) nor a compile target (sm_90a); ",
         ),
         (["explain", "--arch", "9.x"], "'9.x' is neither a compute capability"),
+        (["explain", "--arch", "H100"], "; H100 and H200 are 9.0, B200 10.0, B300 10.3"),
+        (["explain", "--arch", "sm_9"], "'sm_9' is neither a compute capability"),
+        (["warmup", "--dtype", "bf15"], "argument --dtype: invalid choice: 'bf15' (choose from "),
         (["explain", "2,4096,16"], "'2,4096,16' is not a shape BATCH,SEQLEN,HEADS,HEAD_DIM (2,4096,16,128)"),
         (["bench", "2,x,16,64"], "'2,x,16,64' is not a shape"),
         (["explain", "--head-dim", "64,32,16"], "argument --head-dim: '64,32,16' is neither a number (64) nor a pair"),
@@ -358,7 +361,49 @@ def test_warmup_counts_as_it_goes(backends, capsys):
     backends(HostDslBackend())
     command = ["warmup", "--head-dim", "64", "--direction", "forward", "--causal", "no", "--jobs", "1"]
     assert cli.main(command) == 0
-    assert [line.split("]")[0] for line in capsys.readouterr().out.splitlines()] == ["[1/2", "[2/2"]
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "2 kernels for simulated 9.0 (cuda:0, capability 9.0)"
+    assert [line.split("]")[0] for line in lines] == ["[1/2", "[2/2"]
+
+
+def test_warmup_compiles_for_the_gpu_that_is_here(simulated, backends):
+    """Not for a Hopper that is not: unless it is asked for."""
+
+    def targets(*more):
+        plans, _ = warmup.variants(cli.parser().parse_args(["warmup", "--head-dim", "128", *more]))
+        return {plan.arch for plan in plans}
+
+    assert targets() == {"sm_90a"} and targets("--arch", "sm100") == {"sm_100a"}
+    simulated((10, 3))
+    assert targets() == {"sm_103a"} and targets("--arch", "9.0") == {"sm_90a"}
+
+
+@pytest.mark.parametrize(
+    ("text", "capability"),
+    [("9.0", (9, 0)), ("sm_90a", (9, 0)), ("sm90", (9, 0)), ("sm_89", (8, 9)), ("sm_103a", (10, 3)), ("12.0", (12, 0))],
+)
+def test_an_architecture_may_be_said_in_many_ways(text, capability):
+    assert device_facts.capability_of(text) == capability
+
+
+@pytest.mark.parametrize("text", ["", "90", "sm", "sm_", "sm_a", "sm_9a", "9.0a", "sm_90b", " 9.0", "9.0\n", "९.०"])
+def test_what_is_no_architecture(text):
+    with pytest.raises(ValueError, match="is neither a compute capability"):
+        device_facts.capability_of(text)
+
+
+@pytest.mark.parametrize(("short", "dtype"), words.SHORT.items())
+def test_dtypes_have_short_names(short, dtype, capsys):
+    for command in (["explain", "1,8,2,16"], ["explain"]):
+        assert said_as_json(capsys, *command, "--dtype", short) == said_as_json(capsys, *command, "--dtype", dtype)
+    assert cli.parser().parse_args(["warmup", "--dtype", short, "bfloat16"]).dtype == [dtype, "bfloat16"]
+    assert cli.parser().parse_args(["bench", "1,8,2,16", "--dtype", short]).dtype == dtype
+
+
+def test_commands_do_not_load_the_compiler_of_torch():
+    """It takes longer to import than all the rest; bench alone needs a class of it."""
+    code = "import sys, cute_flash.cli; print([name for name in ('torch._dynamo', 'cutlass') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_bench_times_what_it_has_checked(monkeypatch, capsys):

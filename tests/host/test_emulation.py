@@ -158,3 +158,29 @@ def test_an_unknown_architecture_is_refused():
     with pytest.raises(ValueError, match="sm_80"), emulate("sm_80"):
         pass
     assert emulation.is_emulated(emulation.device_for(torch.device("cpu"))) is False
+
+
+@pytest.mark.parametrize(
+    ("lack", "words"),
+    [
+        ("sys.platform = 'darwin'", "Linux only"),
+        ("os.environ['PATH'] = ''", "needs gcc"),
+        ("sys.modules['cutlass'] = None", "CuTe-DSL, which is not installed"),
+    ],
+    ids=["Linux", "gcc", "CuTe-DSL"],
+)
+def test_what_the_emulator_stands_on_is_named_where_it_is_missing(lack, words):
+    program = f"""
+import os, sys
+import tests.conftest
+import cute_flash
+from cute_flash.emulator import Unavailable
+{lack}
+try:
+    with cute_flash.emulate("sm_90a"):
+        raise SystemExit("it runs")
+except Unavailable as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0 and words in done.stdout, done.stdout + done.stderr

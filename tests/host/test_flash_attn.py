@@ -1,6 +1,7 @@
 """FlashAttention's functions over ours: each of its words means what it means there."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -174,7 +175,6 @@ def test_caches(paged):
             UnsupportedError,
             "block_table= is not built yet",
         ),
-        (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, rotary_cos=q), UnsupportedError, "rotary_cos= is not"),
         (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, cache_leftpad=q), UnsupportedError, "cache_leftpad= is"),
         (lambda q, k, v: ours.flash_attn_with_kvcache(q, k, v, alibi_slopes=q), UnsupportedError, "alibi_slopes= is"),
         (
@@ -201,6 +201,86 @@ def test_caches(paged):
 def test_what_is_refused(call, error, sentence):
     with pytest.raises(error, match=sentence):
         call(*qkv())
+
+
+def turned(x, cos, sin, first, interleaved, moving=True):
+    """Plane by plane: dims (2p, 2p + 1), or (p, p + planes), of a token at position t turn by the angles of t."""
+    out, planes = x.clone(), cos.shape[1]
+    for row, token in itertools.product(range(x.shape[0]), range(x.shape[1])):
+        place = int(first[row]) + (token if moving else 0)
+        for plane in range(planes):
+            i, j = (2 * plane, 2 * plane + 1) if interleaved else (plane, plane + planes)
+            z = torch.complex(x[row, token, :, i], x[row, token, :, j]) * torch.complex(cos, sin)[place, plane]
+            out[row, token, :, i], out[row, token, :, j] = z.real, z.imag
+    return out
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(
+    ("words", "moving"),
+    [({"causal": True}, True), ({"window_size": (4, -1)}, True), ({"window_size": (-1, 2)}, True), ({}, False)],
+    ids=["causal", "left window", "right window", "full"],
+)
+def test_new_keys_and_queries_are_rotated(words, moving, interleaved):
+    """float64, against rotation written out by itself: up to the last position, and only the first dims of a head."""
+    torch.manual_seed(0)
+    q, new_k, new_v = (torch.randn(2, 3, heads, 24, dtype=torch.float64) for heads in (4, 2, 2))
+    caches = torch.randn(2, 2, 16, 2, 24, dtype=torch.float64)
+    lens, angle = torch.tensor([13, 4], dtype=torch.int32), torch.rand(16, 5, dtype=torch.float64) * 6
+    cos, sin = angle.cos(), angle.sin()
+    mine, theirs = caches.clone(), caches.clone()
+    out = ours.flash_attn_with_kvcache(q, *mine, new_k, new_v, cos, sin, lens, rotary_interleaved=interleaved, **words)
+    by_hand = turned(q, cos, sin, lens, interleaved, moving), turned(new_k, cos, sin, lens, interleaved)
+    right = ours.flash_attn_with_kvcache(by_hand[0], *theirs, by_hand[1], new_v, cache_seqlens=lens, **words)
+    assert oracle.relative_error(out, right) < 1e-14 and oracle.relative_error(mine, theirs) < 1e-14
+    assert torch.equal(mine[0, 0, 13:, :, 10:], new_k[0, :, :, 10:])  # dims that do not turn, to the bit
+
+
+def test_rotation_of_what_has_no_room_and_in_half_precision():
+    """Computed in float32 and rounded once; a key without room has no angle either, and is dropped."""
+    torch.manual_seed(0)
+    q, new_k, new_v = (torch.randn(2, 2, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    lens, angle = torch.tensor([7, 2], dtype=torch.int32), torch.rand(8, 8) * 6
+    caches = torch.randn(2, 2, 8, 2, 16, dtype=torch.bfloat16)
+    ours.flash_attn_with_kvcache(q, *caches, new_k, new_v, angle.cos(), angle.sin(), lens, causal=True)
+    exact = turned(new_k.double(), angle.cos().double(), angle.sin().double(), lens.clamp(max=6), True)
+    assert torch.equal(caches[0, 1, 2:4], exact[1].bfloat16())
+    exact = turned(new_k[:1, :1].double(), angle.cos().double(), angle.sin().double(), lens[:1], True)
+    assert torch.equal(caches[0, 0, 7], exact[0, 0].bfloat16())
+
+
+ANGLES = torch.zeros(53, 12)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "sentence"),
+    [
+        ({"rotary_sin": None}, TypeError, "rotary_sin must be a tensor of floats, .* got NoneType"),
+        ({"rotary_cos": None}, TypeError, "rotary_cos must be a tensor of floats, .* got NoneType"),
+        ({"rotary_cos": ANGLES.int()}, TypeError, r"rotary_cos must be .* got torch\.int32"),
+        ({"rotary_sin": ANGLES[:, :4]}, ValueError, r"alike, got shape \(53, 4\)"),
+        (dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(53, 13)), ValueError, r"half of head_dim 24\), .* 13"),
+        (dict.fromkeys(("rotary_cos", "rotary_sin"), ANGLES[:52]), ValueError, "52 positions for the 53 keys"),
+        ({"k": None, "v": None}, ValueError, "go with k= and v="),
+        ({"v": None}, ValueError, "given together or not at all"),
+        ({"cache_seqlens": torch.tensor([5, 7])}, TypeError, "must be int32, got int64"),
+    ],
+)
+def test_rotations_that_are_refused(more, error, sentence):
+    q, k, v = (x.float() for x in qkv(1))
+    given = {"k": k[:, :1], "v": v[:, :1], "cache_seqlens": 40, "rotary_cos": ANGLES, "rotary_sin": ANGLES, **more}
+    with pytest.raises(error, match=sentence):
+        ours.flash_attn_with_kvcache(q, k, v, **given)
+
+
+def test_rotation_compiles():
+    torch._dynamo.reset()
+    q, k, v = (x.float() for x in qkv(1))
+    lens, angle = torch.tensor([40, 7], dtype=torch.int32), torch.rand(53, 12)
+    given = (k[:, :1].clone(), v[:, :1].clone(), angle.cos(), angle.sin(), lens)
+    eager = ours.flash_attn_with_kvcache(q, k.clone(), v.clone(), *given, causal=True)
+    compiled = torch.compile(ours.flash_attn_with_kvcache, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(q, k.clone(), v.clone(), *given, causal=True), eager)
 
 
 def test_warm_calls_describe_nothing(monkeypatch):

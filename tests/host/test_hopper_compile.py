@@ -212,15 +212,18 @@ def test_wide_heads_take_one_kernel_where_it_won():
     assert not backward((192, 192), FULL).deterministic
 
 
-def test_long_causal_heads_of_96_add_in_turn_unasked():
+def test_causal_heads_add_in_turn_unasked_where_it_won():
+    """tiles.adds_in_turn says with what figures."""
+
     def in_turn(dims: int | tuple[int, int], mask: Mask, *features: str, **options) -> bool:
         dims = dims if isinstance(dims, tuple) else (dims, dims)
         return backward(dims, mask, *features, **{"heads_kv": 8, **options}).deterministic
 
-    assert in_turn(96, CAUSAL) and in_turn((72, 80), CAUSAL)
-    assert not (in_turn(96, CAUSAL, short=True) or in_turn(96, CAUSAL, "softcap") or in_turn(96, FULL))
-    assert not any(in_turn(dims, CAUSAL) for dims in ((64, 96), 128, 192))
-    assert not in_turn(96, CAUSAL, heads_kv=4)
+    assert all(in_turn(dims, CAUSAL) for dims in (64, 96, 128, (72, 80), (40, 64), (104, 128)))
+    assert in_turn(128, CAUSAL, short=True) and not any(in_turn(dim, CAUSAL, short=True) for dim in (64, 96))
+    assert not any(in_turn(dim, FULL) or in_turn(dim, CAUSAL, "softcap") for dim in (64, 96, 128))
+    assert not any(in_turn(dims, CAUSAL) for dims in (32, (64, 96), 192))
+    assert not any(in_turn(dim, CAUSAL, heads_kv=4) for dim in (64, 96, 128))
 
 
 def test_long_heads_of_128_under_a_full_mask_have_tiles_of_80_queries():

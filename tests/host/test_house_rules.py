@@ -370,11 +370,12 @@ def test_what_the_rules_allow():
             assert list(check(Source(path, text))) == [], path
 
 
-def test_contributing_names_every_script_and_no_other():
-    table = (ROOT / "CONTRIBUTING.md").read_text().split("\n## Scripts\n")[1].split("\n## ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    files = {path.name for path in (ROOT / "scripts").iterdir() if path.is_file()}
-    assert {name for row in rows for name in re.findall(r"`([^`]+)`", row)} == files
+@pytest.mark.parametrize("page, folder", [("CONTRIBUTING.md", "scripts"), ("perf/README.md", "perf")])
+def test_a_page_names_every_file_of_its_folder_and_no_other(page, folder):
+    rows = [line.split("|")[1] for line in (ROOT / page).read_text().splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    files = {path.name for path in (ROOT / folder).iterdir() if path.is_file()} - {"__init__.py", "README.md"}
+    assert {name for name in named if not name.endswith("/")} == files
 
 
 def test_every_package_is_packed():

@@ -17,6 +17,7 @@ from cute_flash.runtime.caches import Cache
 from cute_flash.runtime.packed import Lengths
 from cute_flash.spec import settings
 from cute_flash.spec.plan import Tile
+from cute_flash.spec.problem import SMALL_ROWS, SMALL_ROWS_FULL
 
 from ..fakes import FakeBackend
 
@@ -30,7 +31,11 @@ FACTS = (
     {"deterministic": True}, {"grad": True, "return_lse": True},
 )  # fmt: skip
 OPTIONS = ("backend", "causal", "window", "softcap", "return_lse", "deterministic")
-OF_DENSE = tuple({"keys": keys, "grad": grad} for keys in (1024, 1025) for grad in (False, True))
+BOUNDS = ({}, {"causal": True}, {"window": (3, None)}, {"softcap": 2.0})
+OF_DENSE = (
+    *({"keys": keys, "grad": grad} for keys in (1024, 1025) for grad in (False, True)),
+    *({"rows": few // 4 + more, **each} for few in (SMALL_ROWS_FULL, SMALL_ROWS) for more in (0, 1) for each in BOUNDS),
+)  # fmt: skip
 HINTS = ((None, None), (16, None), (17, None), (64, 64), (65, 64), (65, 65), (65, 1024), (65, 1025))
 OF_PACKED = tuple({"hints": hints} for hints in HINTS)
 OF_CACHE = (
@@ -84,7 +89,7 @@ def starts(*values: int) -> torch.Tensor:
 
 
 def dense(facts: dict):
-    return operands(facts, 3, facts.get("keys", 5)), {}
+    return operands(facts, facts.get("rows", 3), facts.get("keys", 5)), {}
 
 
 def packed(facts: dict):

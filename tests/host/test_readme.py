@@ -29,6 +29,17 @@ def test_commands_are_commands(command):
     assert cli.parser().parse_args(words).run.__name__ == words[0]
 
 
+@pytest.mark.usefixtures("office")
+def test_the_walk_that_is_explained(capsys):
+    page = (ROOT / "docs" / "pytorch.md").read_text()
+    command, walk = re.search(r"```\n\$ python -m cute_flash (.*)\n([^`]*)```", page).groups()
+    assert cli.main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == walk
+    choices = (ROOT / "cute_flash" / "spec" / "plan.py").read_text()
+    for name in ("tile_m", "stages", "draws", "votes"):
+        assert re.search(rf"^    {name}: .*  # ", choices, re.MULTILINE), name
+
+
 def test_every_command_and_variable_is_named():
     assert {command.split()[0] for command in COMMANDS} == {"bench", "cache", "doctor", "explain", "warmup"}
     source = (ROOT / "cute_flash" / "spec" / "settings.py").read_text()

@@ -1,5 +1,6 @@
 """What attention and explain refuse, each in one sentence that names the value and the rule."""
 
+import inspect
 import math
 import re
 from decimal import Decimal
@@ -9,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from cute_flash import UnsupportedError, attention, explain
+import cute_flash
+from cute_flash import UnsupportedError, attention, attention_kvcache, attention_varlen, explain
+from cute_flash.runtime import foreign
+
+from .. import oracle
 
 pytestmark = pytest.mark.usefixtures("office")
 
@@ -29,7 +34,7 @@ def inputs(q=(2, 5, 4, 16), k=(2, 7, 2, 16), v=(2, 7, 2, 16), dtype=torch.float3
         ({"v": (2, 7, 4, 16)}, ValueError, "k and v must have one head count, got 2 and 4"),
         ({"k": (2, 7, 2, 24)}, ValueError, "q and k must have one head_dim, got 16 and 24"),
         ({"q": (2, 5, 3, 16)}, ValueError, "heads_q=3 and heads_kv=2"),
-        ({"q": (2, 5, 33, 16)}, ValueError, "heads_q=33 and heads_kv=2"),
+        ({"q": (2, 5, 33, 16)}, ValueError, "heads_q=33 and heads_kv=2: heads are the last dimension but one"),
         ({"k": (2, 7, 0, 16), "v": (2, 7, 0, 16)}, ValueError, "heads_q=4 and heads_kv=0"),
         ({"q": (2, 5, 4, 7), "k": (2, 7, 2, 7)}, UnsupportedError, "head_dim=7 is not supported: head_dim is 8 to 256"),
         ({"q": (2, 5, 4, 257), "k": (2, 7, 2, 257)}, UnsupportedError, "head_dim=257 .* 8 to 256"),
@@ -66,6 +71,10 @@ def test_tensors_that_do_not_match_each_other():
     q, k, v = inputs()
     with pytest.raises(TypeError, match=r"one dtype, got q torch\.float32, k torch\.float16, v torch\.float32"):
         attention(q, k.half(), v)
+    with pytest.raises(TypeError, match=r"v torch\.bfloat16: cast them, or call under torch\.autocast$"):
+        attention(q, k, v.bfloat16())
+    with pytest.raises(TypeError, match=r"v torch\.float8_e4m3fn$"):  # autocast does not cast that either
+        attention(q, k, v.to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match="one device, got q cpu, k meta, v cpu"):
         attention(q, k.to("meta"), v)
     with pytest.raises(TypeError, match=r"k must be a torch\.Tensor, got ndarray"):
@@ -76,8 +85,19 @@ def test_tensors_that_do_not_match_each_other():
         attention(q.to_sparse(), k, v)
     nested = torch.nested.nested_tensor([torch.zeros(3, 2, 16), torch.zeros(4, 2, 16)])  # has no shape
     for wrong in ((nested, k, v), (q, k, nested)):
-        with pytest.raises(TypeError, match="must be a plain strided tensor, got a nested tensor"):
+        with pytest.raises(TypeError, match=r"must be a plain strided tensor, got a nested tensor: .* attention_v"):
             attention(*wrong)
+
+
+def test_the_way_out_for_nested_tensors_is_one():
+    """As the sentence says: values() and offsets().int() of a jagged tensor are packed sequences."""
+    rows = [torch.randn(n, 2, 16, dtype=torch.float64) for n in (3, 5)]
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    packed, starts = jagged.values(), jagged.offsets().int()
+    out = attention_varlen(packed, packed, packed, cu_seqlens_q=starts, cu_seqlens_k=starts, causal=True)
+    for row, mine in zip(rows, out.split([3, 5]), strict=True):
+        right = oracle.forward(row[None], row[None], row[None], causal=True)
+        assert oracle.relative_error(mine[None], right.out) < 1e-14
 
 
 def test_a_bad_call_after_a_good_one_is_still_refused():
@@ -160,6 +180,13 @@ def test_a_malformed_window_is_a_type_error(window):
         attention(*inputs(), window=window)
 
 
+def test_one_number_for_a_window_is_answered_with_the_pair():
+    with pytest.raises(TypeError, match=r"got 16: a causal window of 16 keys is \(15, 0\)$"):
+        attention(*inputs(), window=16, causal=True)
+    with pytest.raises(TypeError, match=r"got 0$"):  # of no keys at all
+        attention(*inputs(), window=0)
+
+
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
@@ -228,3 +255,60 @@ def test_flags_are_true_or_false(name, value):
         value = [True]
     with pytest.raises(TypeError, match=f"{name} must be True or False"):
         attention(*inputs(), **{name: value})
+
+
+# --------------------------------------------------------------------------------------------- words of other libraries
+
+CU = torch.tensor([0, 5], dtype=torch.int32)
+FUNCTIONS = {
+    "attention": lambda **more: attention(*inputs(), **more),
+    "attention_varlen": lambda **more: attention_varlen(
+        *(x[0] for x in inputs(q=(1, 5, 4, 16), k=(1, 5, 2, 16), v=(1, 5, 2, 16))),
+        **{"cu_seqlens_q": CU, "cu_seqlens_k": CU, **more},
+    ),
+    "attention_kvcache": lambda **more: attention_kvcache(*inputs(), **{"cache_seqlens": CU, **more}),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_words_of_other_libraries_are_translated(function):
+    call = FUNCTIONS[function]
+    call()  # and a warm call translates them too
+    taken = {"attention": {"k", "v"}, "attention_varlen": {"k", "v"}}.get(function, set())  # positional there
+    for name, here in foreign.RENAMED.items():
+        if name not in taken:
+            with pytest.raises(TypeError, match=re.escape(f"{function}() has no argument {name}= (here: {here})")):
+                call(**{name: torch.zeros(3)})
+    for name, owner in foreign.OWNERS.items():
+        if owner != function:
+            with pytest.raises(TypeError, match=re.escape(f"no argument {name}= ({owner} has it)")):
+                call(**{name: torch.zeros(3)})
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_the_translations_name_is_there(function):
+    names = set(inspect.signature(getattr(cute_flash, function)).parameters)
+    assert all(name in names for name, owner in foreign.OWNERS.items() if owner == function)
+    assert not names & (set(foreign.RENAMED) - {"k", "v"}) and not names & set(foreign.REFUSED)
+    for here in foreign.RENAMED.values():
+        if here.endswith(f" of {function}"):
+            assert set(re.findall(r"(\w+)=", here)) <= names
+    assert set(foreign.OWNERS.values()) | {"attention"} == set(FUNCTIONS)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", foreign.REFUSED)
+def test_masks_and_dropout_are_refused_unless_they_say_nothing(function, name):
+    FUNCTIONS[function](**{name: None})
+    with pytest.raises(UnsupportedError, match=rf"^{name}= is not supported: "):
+        FUNCTIONS[function](**{name: 0.5 if "dropout" in name else torch.ones(5, 7)})
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "cache_seqlens"])
+def test_lengths_of_another_kind_are_refused_with_a_way_out(name):
+    function = "attention_kvcache" if name == "cache_seqlens" else "attention_varlen"
+    with pytest.raises(TypeError, match=rf"^{name} must be int32, got int64: convert it once, with \.int\(\)$"):
+        FUNCTIONS[function](**{name: CU.cumsum(0)})
+    shape = r"\(batch,\)" if name == "cache_seqlens" else r"\(sequences \+ 1,\)"
+    with pytest.raises(TypeError, match=rf"^{name} must be a torch\.Tensor, got int: {shape} int32 on q's device$"):
+        FUNCTIONS[function](**{name: 5})

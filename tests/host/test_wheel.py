@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import cute_flash
 from cute_flash.runtime import dispatch, toolchain
 from cute_flash.spec import versions
 
@@ -59,7 +60,7 @@ def _install(room: Path) -> tuple[Path, Path]:
     source = room / "source"
     for name in ("cute_flash", "arch"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, source / name)
     venv.create(room / "env", with_pip=True, symlinks=True)
     python = room / "env" / "bin" / "python"
@@ -67,7 +68,7 @@ def _install(room: Path) -> tuple[Path, Path]:
     # A plain line adds a folder without the .pth files inside it, so the editable install here stays out.
     (site / "borrowed.pth").write_text("\n".join(_site_packages()) + "\n")
     offline = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-deps")
-    run(python, "-m", "pip", "wheel", *offline, "--no-build-isolation", "-w", room, source, folder=room)
+    run(sys.executable, "-m", "pip", "wheel", *offline, "--no-build-isolation", "-w", room, source, folder=room)
     (wheel,) = room.glob("*.whl")
     run(python, "-m", "pip", "install", *offline, "--no-compile", wheel, folder=room)
     return python, wheel
@@ -75,15 +76,24 @@ def _install(room: Path) -> tuple[Path, Path]:
 
 def test_a_wheel_works_in_an_environment_of_its_own(tmp_path):
     """One test, because the environment takes the time. It borrows torch and the compilers."""
-    pytest.importorskip("setuptools")
+    pytest.importorskip("setuptools", minversion="77.0.3")
     python, wheel = _install(tmp_path)
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "cute_flash").rglob("*.py")}
     wanted |= {f"cute_flash/{path.relative_to(ROOT)}" for path in (ROOT / "arch").rglob("*.py")}
-    assert names == wanted, "every source and nothing else"
+    assert names == wanted | {"cute_flash/py.typed"}, "every source and nothing else"
     said = run(python, "-c", PROGRAM, folder=tmp_path)
     assert "sm90" in said and said.endswith("exact\n")
-    assert re.search(r"cute_flash +0\.1\.0", run(python, "-m", "cute_flash", "doctor", folder=tmp_path))
+    doctor = run(python, "-m", "cute_flash", "doctor", folder=tmp_path).splitlines()
+    assert doctor[0].split() == ["cute_flash", cute_flash.__version__]
+    assert wheel.name.startswith(f"cute_flash-{cute_flash.__version__}-")
+
+
+def test_every_page_names_this_version():
+    cited = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited == [cute_flash.__version__]
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] in (cute_flash.__version__, "Unreleased") and cute_flash.__version__ in headings
 
 
 # ------------------------------------------------------------------------------------------------------------ too old
