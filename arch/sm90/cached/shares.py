@@ -11,7 +11,7 @@ from cutlass import Int32, Int64
 
 from cute_flash.spec.plan import Plan
 
-from .load import Run
+from .load import LANES, Run
 
 
 class Divisors(NamedTuple):
@@ -37,7 +37,7 @@ class CacheSizes(NamedTuple):
     appended: Int32  # of a row, behind its length
     cache_rows: Int32  # or pages
     splits: Int32
-    split_keys: Int32  # 0: equal shares
+    split_keys: Int32  # 0: equal shares; -groups: equal runs of the keys of all rows
     policy: Int64  # of L2, for K and V
     by: Divisors
     left: Int32 | None = None  # of a window
@@ -111,6 +111,61 @@ def lengths_of(given: Int32, sizes: CacheSizes) -> tuple[Int32, Int32]:
     return before, cutlass.min(before + sizes.appended, sizes.capacity)
 
 
+class Slice(NamedTuple):
+    """What a group has of the keys of all rows, in key tiles; a row without keys counts as one tile."""
+
+    row: Int32  # the first of the batch that it has some of
+    rows: Int32
+    first: Int32  # tile of the first row
+    tiles: Int32
+
+
+def tiles_of(row: Int32, seqlens: cute.Tensor, sizes: CacheSizes, tile_n: int) -> Int32:
+    return (cutlass.max(lengths_of(seqlens[row], sizes)[1], 1) + tile_n - 1) // tile_n
+
+
+@cute.jit
+def tiles_before(row: Int32, seqlens: cute.Tensor, sizes: CacheSizes, tile_n: cutlass.Constexpr[int]) -> tuple:
+    """(key tiles of the rows before `row`, of all rows). All lanes of a warp ask; so below."""
+    lane, before, total = cute.arch.lane_idx(), Int32(0), Int32(0)
+    for start in cutlass.range(0, sizes.batch, LANES, unroll=1):
+        mine = start + lane
+        tiles = tiles_of(cutlass.min(mine, sizes.batch - 1), seqlens, sizes, tile_n)
+        before += Int32(cutlass.select_(mine < row, tiles, Int32(0)))
+        total += Int32(cutlass.select_(mine < sizes.batch, tiles, Int32(0)))
+    return cute.arch.warp_reduction_sum(before), cute.arch.warp_reduction_sum(total)
+
+
+@cute.jit
+def slice_of(group: Int32, seqlens: cute.Tensor, sizes: CacheSizes, tile_n: cutlass.Constexpr[int]) -> Slice:
+    """Rows before its first end where it begins or earlier; so many rows begin before its end."""
+    total, lane = tiles_before(Int32(0), seqlens, sizes, tile_n)[1], cute.arch.lane_idx()
+    size = run_of_group(total, sizes)
+    begin, end = cutlass.min(group * size, total), cutlass.min((group + 1) * size, total)
+    row, after, first, place = Int32(0), Int32(0), begin, Int32(0)
+    for start in cutlass.range(0, sizes.batch, LANES, unroll=1):
+        mine = start + lane
+        tiles = tiles_of(cutlass.min(mine, sizes.batch - 1), seqlens, sizes, tile_n)
+        tiles = Int32(cutlass.select_(mine < sizes.batch, tiles, Int32(0)))
+        upto = tiles
+        for i in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(upto, offset=1 << i)
+            upto += Int32(cutlass.select_(lane >= 1 << i, other, Int32(0)))
+        ended = (place + upto <= begin) & (mine < sizes.batch)
+        begun = (place + upto - tiles < end) & (mine < sizes.batch)
+        row += cute.arch.popc(cute.arch.vote_ballot_sync(ended))
+        after += cute.arch.popc(cute.arch.vote_ballot_sync(begun))
+        first -= cute.arch.warp_reduction_sum(Int32(cutlass.select_(ended, tiles, Int32(0))))
+        place += cute.arch.shuffle_sync(upto, LANES - 1)
+    return Slice(row, cutlass.max(after - row, 0), first, end - begin)
+
+
+def run_of_group(total: Int32, sizes: CacheSizes) -> Int32:
+    """Key tiles."""
+    groups = -sizes.split_keys
+    return (total + groups - 1) // groups
+
+
 class Shares:
     """Of one Plan."""
 
@@ -120,12 +175,26 @@ class Shares:
     def count(self, sizes: CacheSizes) -> Int32:
         return sizes.batch * sizes.splits * sizes.tiles * sizes.heads_kv
 
+    def count_grouped(self, sizes: CacheSizes) -> Int32:
+        return -sizes.split_keys * sizes.tiles * sizes.heads_kv
+
+    def group_place(self, index: Int32, sizes: CacheSizes) -> Place:
+        """Its `split` is the group, its batch none yet. Heads next to each other: see place()."""
+        rest, head = divmod(index, sizes.by.heads_kv)
+        group, m_block = divmod(rest, sizes.by.tiles)
+        return Place(Int32(0), head, group, m_block * self.tile.tile_m)
+
     def place(self, index: Int32, sizes: CacheSizes) -> Place:
         """Heads next to each other: what one reads of a key lies beside what the next does."""
         rest, head = divmod(index, sizes.by.heads_kv)
         rest, m_block = divmod(rest, sizes.by.tiles)
         batch, split = divmod(rest, sizes.by.splits)
         return Place(batch, head, split, m_block * self.tile.tile_m)
+
+    @property
+    def groups(self) -> bool:
+        """May the keys of all rows be cut into runs?"""
+        return not self.mask.left
 
     @property
     def early(self) -> bool:
@@ -141,10 +210,11 @@ class Shares:
         return Run(first, step)
 
     @cute.jit
-    def share(self, place: Place, given: Int32, sizes: CacheSizes) -> Share:
-        """`given`: the row's length as cache_seqlens has it."""
+    def seen(self, row_start: Int32, given: Int32, sizes: CacheSizes) -> tuple:
+        """(the row's keys, first tile, end of tiles, whole_first, whole_last) of what a tile's rows see; `given`: the
+        row's length as cache_seqlens has it."""
         tile_m, tile_n, mask = self.tile.tile_m, self.tile.tile_n, self.mask
-        row_start, seqlen_k = place.row_start, lengths_of(given, sizes)[1]
+        seqlen_k = lengths_of(given, sizes)[1]
         diagonal = seqlen_k - sizes.seqlen_q
         first_diagonal = row_start // sizes.by.group + diagonal
         last_diagonal = (cutlass.min(row_start + tile_m, sizes.rows) - 1) // sizes.by.group + diagonal
@@ -156,22 +226,48 @@ class Shares:
         if cutlass.const_expr(mask.left):
             begin = cutlass.max(0, first_diagonal - sizes.left) // tile_n
             whole_first = (cutlass.max(0, last_diagonal - sizes.left) + tile_n - 1) // tile_n
-        last, run = (end + tile_n - 1) // tile_n, self.run(place, begin, sizes)
+        return seqlen_k, begin, (end + tile_n - 1) // tile_n, whole_first, whole_last
+
+    @cute.jit
+    def share(self, place: Place, given: Int32, sizes: CacheSizes) -> Share:
+        seqlen_k, begin, last, whole_first, whole_last = self.seen(place.row_start, given, sizes)
+        run = self.run(place, begin, sizes)
         count = (cutlass.max(last - run.first, 0) + sizes.splits - 1) // sizes.by.splits
         if sizes.split_keys != 0:
-            count = cutlass.min(last, (place.split + 1) * (sizes.split_keys // tile_n)) - run.first
+            count = cutlass.min(last, (place.split + 1) * (sizes.split_keys // self.tile.tile_n)) - run.first
         return Share(*place, seqlen_k, run, cutlass.max(count, 0), whole_first, whole_last)
+
+    @cute.jit
+    def segment(self, place: Place, part: Slice, number: Int32, seqlens: cute.Tensor, sizes: CacheSizes) -> tuple:
+        """(share of the slice's `number`-th row, the slice without what came of it). The share's `split` is its slot in
+        the scratch, -1 of a row that is whole: of a run only the first row and the last are not."""
+        row = part.row + number
+        tiles, given = tiles_of(row, seqlens, sizes, self.tile.tile_n), seqlens[row]
+        count = cutlass.min(tiles - part.first, part.tiles)
+        slot = slot_of(place.split, part.first == 0)
+        slot = Int32(cutlass.select_(count == tiles, Int32(-1), slot))
+        seqlen_k, _, last, whole_first, whole_last = self.seen(place.row_start, given, sizes)
+        within = cutlass.max(cutlass.min(part.first + count, last) - part.first, 0)
+        whole = whole_first, whole_last
+        share = Share(row, place.head, slot, place.row_start, seqlen_k, Run(part.first, Int32(1)), within, *whole)
+        return share, part._replace(first=Int32(0), tiles=part.tiles - count)
+
+
+def slot_of(group: Int32, begins: Int32) -> Int32:
+    """Of what a group has of a row that others have some of, too; begins: has it the row's first tile?"""
+    return 2 * group + Int32(begins)
 
 
 class Partials(NamedTuple):
-    """What the CTAs that share keys leave, float32."""
+    """What the CTAs that share keys leave, float32. Of groups `splits` are their slots, and there is no batch."""
 
     o: cute.Tensor  # (splits, batch * heads_q * seqlen_q, width_v); rows are those of a head of K together
     state: cute.Tensor  # (splits, batch * heads_q * seqlen_q, 2): (maximum, total), see common/combine.py
 
 
-def partials_of(memory: cute.Tensor, sizes: CacheSizes, width_v: int) -> Partials:
-    rows = Int64(sizes.batch) * sizes.heads_kv * sizes.rows
+def partials_of(memory: cute.Tensor, sizes: CacheSizes, width_v: int, grouped: bool = False) -> Partials:
+    """grouped: a slot of a group holds rows of one row of the batch."""
+    rows = Int64(1 if grouped else sizes.batch) * sizes.heads_kv * sizes.rows
     o = cute.make_layout((sizes.splits, rows, width_v), stride=(rows * width_v, width_v, 1))
     state = cute.make_layout((sizes.splits, rows, 2), stride=(rows * 2, 2, 1))
     after = memory.iterator + rows * width_v * sizes.splits
