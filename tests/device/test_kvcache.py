@@ -70,6 +70,32 @@ def test_every_count_of_shares(page_size, splits, backend):
 
 
 @pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_a_graph_of_uneven_lengths_is_replayed_with_others(page_size, backend):
+    """Rows whole, in two parts and in ten, and of few keys beside them: what a CTA has is found on the device."""
+    even = CacheCase((8000,) * 40, 1, 32, 8, 128, 128, capacity=8192, page_size=page_size, dtype="bfloat16")
+    inputs = make_inputs(even).to(DEVICE)
+    lens = torch.zeros_like(inputs.cache_seqlens)
+    uneven = [8000, 63, 0, 64, 1, 4000, 65, 2000] + [100] * 30 + [1000, 129]
+    for rows in (4, 16, 40):
+        q, table = inputs.q[:rows], inputs.page_table
+        k, v = (inputs.k, inputs.v) if page_size else (inputs.k[:rows], inputs.v[:rows])
+        tables = {"cache_seqlens": lens[:rows], "page_table": None if table is None else table[:rows]}
+        attention_kvcache(q, k, v, **tables, return_lse=True, backend=backend)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = attention_kvcache(q, k, v, **tables, return_lse=True, backend=backend)
+        for given in ([8000] * 40, uneven, uneven[::-1], [1] * 39 + [8000], [0] * 40):
+            lens.copy_(torch.tensor(given))
+            for result in (out, lse):
+                result.fill_(torch.nan)
+            graph.replay()
+            shared = attention_kvcache(q, k, v, **tables, return_lse=True, backend=backend, num_splits=3)
+            for found, right in zip((out, lse), shared, strict=True):
+                torch.testing.assert_close(found, right, rtol=2**-7, atol=1e-3)  # two neighbours in bfloat16
+
+
+@pytest.mark.parametrize("backend", FAST)
 def test_generation_loop_of_the_docs(backend):
     """Which asserts that its tokens are plain attention's; a backend that is named is used or refused."""
     names = {}
