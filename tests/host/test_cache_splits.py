@@ -4,7 +4,7 @@ import pytest
 
 import cute_flash
 from cute_flash import attention_kvcache
-from cute_flash.spec.splits import CACHE_SPLIT_KEYS, INVARIANT_SPLIT_KEYS, cache_splits, sharing_of, spread_splits
+from cute_flash.spec.splits import CACHE_SPLIT_KEYS, INVARIANT_SPLIT_KEYS, cache_splits, row_groups, sharing_of
 from tests.cached import CacheCase, make_inputs
 
 pytestmark = [pytest.mark.usefixtures("office"), pytest.mark.usefixtures("poisoned_empty")]
@@ -48,21 +48,21 @@ def test_what_a_kernel_is_told_of_splits(monkeypatch, simulated, options, capaci
     assert told == [expected]
 
 
-def test_split_counts_of_batches_that_may_be_uneven():
-    assert spread_splits(16, 8, 8192, 132) == 8
-    assert spread_splits(64, 8, 8192, 132) == 4  # 2112 programs in all
-    assert spread_splits(64, 8, 3000, 132) == 2  # of 1024 keys or more
-    assert spread_splits(16, 8, 2047, 132) == 1
-    assert spread_splits(1, 8, 8192, 132) == 1  # nothing to be uneven with
-    assert spread_splits(512, 1, 8192, 132) == 4 and spread_splits(513, 1, 8192, 132) == 1
-    assert spread_splits(2, 256, 8192, 132) == 4 and spread_splits(2, 257, 8192, 132) == 1
-    assert spread_splits(512, 256, 8192, 132) == 1
+def test_into_how_many_runs_a_batch_is_cut():
+    assert row_groups(16, 8, 8192, 132) == 16
+    assert row_groups(2, 1, 2048, 132) == 132
+    assert row_groups(64, 8, 2047, 132) == 1
+    assert row_groups(1, 8, 8192, 132) == 1  # nothing to be uneven with
+    assert row_groups(512, 8, 8192, 132) == 16 and row_groups(513, 8, 8192, 132) == 1
+    assert row_groups(2, 66, 8192, 132) == 2 and row_groups(2, 67, 8192, 132) == 1
+    assert row_groups(2, 1000, 8192, 132) == 1
+    assert row_groups(512, 8, 1 << 27, 132) == 16 and row_groups(512, 8, (1 << 27) + 1, 132) == 1
 
 
 @pytest.mark.parametrize(
     ("able", "options", "batch", "expected"),
     [
-        (True, {}, 2, (8, -16)),
+        (True, {}, 2, (16, -8)),
         (True, {}, 1, (8, 0)),
         (True, {"num_splits": 3}, 2, (3, 0)),
         (True, {"batch_invariant": True}, 2, (16, 512)),
@@ -70,7 +70,7 @@ def test_split_counts_of_batches_that_may_be_uneven():
         (False, {}, 2, (4, 0)),
     ],
 )
-def test_who_shares_out_uneven_batches(monkeypatch, simulated, able, options, batch, expected):
+def test_who_cuts_batches_into_runs(monkeypatch, simulated, able, options, batch, expected):
     told = []
     simulated((9, 0), sm_count=8)
     inputs = make_inputs(CacheCase((5,) * batch, capacity=8192, heads_q=2, heads_kv=2, dtype="float32"))
