@@ -1,11 +1,16 @@
 """cute_flash: exact attention. `cute_flash.attention(q, k, v)` picks the best kernel for the GPU it finds."""
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from .spec import versions
 
 versions.require_torch()  # before the imports that an older one would fail, each in words of its own
+
+# In a source tree the kernels stand beside this folder: Python started there finds it before an installed one.
+if not Path(__file__).with_name("arch").exists():
+    __path__.append(str(Path(__file__).parents[1]))
 
 from .api import attention, explain  # noqa: E402
 from .kvcache import attention_kvcache  # noqa: E402

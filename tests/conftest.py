@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import importlib.machinery
 import importlib.util
 import sys
 from collections import defaultdict
@@ -15,26 +14,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class _ArchFinder:
-    """Finds cute_flash.arch in arch/ when the tests run from a bare copy of the tree, where nothing is installed."""
-
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name != "cute_flash.arch":
-            return None
-        folder = ROOT / "arch"
-        return importlib.util.spec_from_file_location(
-            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-
-
-def _make_importable() -> None:
-    if importlib.util.find_spec("cute_flash") is None:
-        sys.path.insert(0, str(ROOT))
-    sys.meta_path.append(_ArchFinder)  # last: an installed cute_flash.arch wins
-
-
-_make_importable()
+if importlib.util.find_spec("cute_flash") is None:  # a bare copy of the tree, where nothing is installed
+    sys.path.insert(0, str(ROOT))
 
 
 # ------------------------------------------------------------------------------------------- uninitialised is NaN

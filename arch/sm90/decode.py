@@ -23,7 +23,7 @@ from .cached.memory import CacheLayouts, box_layout, cache_layouts, cache_storag
 from .cached.merge import launch_merge
 from .cached.operands import compile_cache
 from .cached.pipeline import MMA_WARPS, THREADS, open_rings
-from .cached.shares import CacheSizes, Place, Share, Shares, columns_of, partials_of, sizes_of, slice_of
+from .cached.shares import CacheSizes, Place, Share, Shares, columns_of, lane_length, partials_of, sizes_of, slice_of
 from .cached.tiles import SMEM_OF_TWO, ctas_asked
 from .cached.walk import Room, Walk, WalkContext, first_key, output_view
 from .load import TmaSource
@@ -174,6 +174,7 @@ class DecodeSm90:
         layouts: CacheLayouts,
     ):
         """As kernel(), of what a group has of the rows of the batch: one after the other, through one ring."""
+        given = lane_length(Int32(0), tables[0], sizes)  # on their way while barriers are made
         cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -182,7 +183,7 @@ class DecodeSm90:
                 cpasync.prefetch_descriptor(source.atom)
         pipes, smem, room = self.open(layouts)
         place = self.shares.group_place(cute.arch.block_idx()[0], sizes)
-        part = slice_of(place.split, tables[0], sizes, self.tile.tile_n)
+        part = slice_of(place.split, given, tables[0], sizes, self.tile.tile_n)
         if cutlass.const_expr(self.appends):
             cute.arch.griddepcontrol_wait()
         if warp == MMA_WARPS:

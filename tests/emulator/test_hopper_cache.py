@@ -16,7 +16,7 @@ from cute_flash.arch.sm90.cached.tiles import SMEM_OF_TWO
 from cute_flash.emulator import host
 from cute_flash.runtime import compiler, launch
 from cute_flash.spec import device as device_facts
-from cute_flash.spec import settings
+from cute_flash.spec import settings, splits
 
 from .. import oracle
 from ..cached import CacheCase, exact, lens_of, make_inputs, same, taken_out
@@ -148,8 +148,9 @@ def parts_as_documented(each: CacheCase, groups: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("each", "sms", "seed"), runs(BATCHES))
-def test_a_batch_is_cut_into_equal_runs(each, sms, seed, poisoned_empty):
+def test_a_batch_is_cut_into_equal_runs(monkeypatch, each, sms, seed, poisoned_empty):
     """Whatever a row's length, a group has as many key tiles as another, and nothing else of the scratch is written."""
+    monkeypatch.setattr(splits, "GROUPED_LEAST", 1)
     ready, given = launch.ready, []
 
     def watched(*asked):
@@ -166,16 +167,17 @@ def test_a_batch_is_cut_into_equal_runs(each, sms, seed, poisoned_empty):
         result = attention_kvcache(*inputs.qkv, **inputs.tables, **each.options, return_lse=True, backend="sm90")
     check(each, inputs, *result)
     tiles = each.heads_kv * -(-each.seqlen_q * each.heads_q // each.heads_kv // 64)
-    (splits, split_keys, memory), groups = given[0], sms // tiles
-    assert (splits, split_keys) == (2 * groups, -groups)
+    (slots, split_keys, memory), groups = given[0], sms // tiles
+    assert (slots, split_keys) == (2 * groups, -groups)
     assert emulation.launches[0]["grid"] == (groups * tiles, 1, 1)
     assert emulation.launches[0]["shared"] > SMEM_OF_TWO
-    written = ~memory[-2 * splits * each.seqlen_q * each.heads_q :].view(splits, -1).isnan()
+    written = ~memory[-2 * slots * each.seqlen_q * each.heads_q :].view(slots, -1).isnan()
     assert (written == written[:, :1]).all()
     assert written[:, 0].nonzero().flatten().tolist() == [slot for slot, _ in parts_as_documented(each, groups)]
 
 
-def test_appended_keys_are_part_of_the_runs(poisoned_empty):
+def test_appended_keys_are_part_of_the_runs(monkeypatch, poisoned_empty):
+    monkeypatch.setattr(splits, "GROUPED_LEAST", 1)
     each = case((900, 66, 3), rows=2, causal=True, page_size=16, capacity=4096)
     whole, part = make_inputs(each), make_inputs(each)
     (k_new, v_new), before = taken_out(part, 3)

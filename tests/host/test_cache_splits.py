@@ -4,6 +4,7 @@ import pytest
 
 import cute_flash
 from cute_flash import attention_kvcache
+from cute_flash.spec import splits
 from cute_flash.spec.splits import CACHE_SPLIT_KEYS, INVARIANT_SPLIT_KEYS, cache_splits, row_groups, sharing_of
 from tests.cached import CacheCase, make_inputs
 
@@ -50,8 +51,8 @@ def test_what_a_kernel_is_told_of_splits(monkeypatch, simulated, options, capaci
 
 def test_into_how_many_runs_a_batch_is_cut():
     assert row_groups(16, 8, 8192, 132) == 16
-    assert row_groups(2, 1, 2048, 132) == 132
-    assert row_groups(64, 8, 2047, 132) == 1
+    assert row_groups(256, 1, 2048, 132) == 132 and row_groups(256, 1, 2047, 132) == 1
+    assert row_groups(4, 8, 16384, 132) == 16 and row_groups(4, 8, 16383, 132) == 1  # a small cache
     assert row_groups(1, 8, 8192, 132) == 1  # nothing to be uneven with
     assert row_groups(512, 8, 8192, 132) == 16 and row_groups(513, 8, 8192, 132) == 1
     assert row_groups(2, 66, 8192, 132) == 2 and row_groups(2, 67, 8192, 132) == 1
@@ -73,6 +74,7 @@ def test_into_how_many_runs_a_batch_is_cut():
 def test_who_cuts_batches_into_runs(monkeypatch, simulated, able, options, batch, expected):
     told = []
     simulated((9, 0), sm_count=8)
+    monkeypatch.setattr(splits, "GROUPED_LEAST", 2 * 2 * 8192)
     inputs = make_inputs(CacheCase((5,) * batch, capacity=8192, heads_q=2, heads_kv=2, dtype="float32"))
     from cute_flash.arch.reference.backend import BACKEND
 

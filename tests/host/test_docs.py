@@ -161,14 +161,16 @@ AROUND = {
     ("docs/pytorch.md", "cute_flash_transformers.register()"): transformers,
     ("docs/pytorch.md", "with sdpa.patch():"): patched,
     ("docs/pytorch.md", "import flash_attn_func"): flash_attn,
-    ("docs/serving.md", "out = cute_flash.attention_varlen("): packed,
+    ("docs/serving.md", "starts = torch.tensor([0, 5, 5, 17]"): packed,
     ("docs/serving.md", "out = cute_flash.attention_kvcache(q, k_cache"): decoding,
-    ("docs/serving.md", "cute_flash.merge_attention_states("): merging,
+    ("docs/serving.md", "o, lse = cute_flash.merge_attention_states("): merging,
 }
 # Files that run the blocks of a page which stand alone.
 ALONE = {
     ("README.md", "q, k, v = (torch.randn("): "host/test_readme.py",
+    ("docs/serving.md", "x, indices, starts"): "host/test_serving_docs.py",
     ("docs/serving.md", "def layer("): "host/test_serving_docs.py",
+    ("docs/serving.md", "def ring_attention("): "host/test_serving_docs.py",
     ("docs/emulator.md", "cute_flash.emulate("): "emulator/test_docs.py",
     ("docs/emulator.md", "@cute.kernel"): "emulator/test_docs.py",
 }

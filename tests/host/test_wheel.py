@@ -87,6 +87,10 @@ def test_a_wheel_works_in_an_environment_of_its_own(tmp_path):
     doctor = run(python, "-m", "cute_flash", "doctor", folder=tmp_path).splitlines()
     assert doctor[0].split() == ["cute_flash", cute_flash.__version__]
     assert wheel.name.startswith(f"cute_flash-{cute_flash.__version__}-")
+    # In the tree that it was built from, whose cute_flash/ comes first and has no arch/ inside.
+    program = "import cute_flash; from cute_flash.arch.sm90 import tiles; print(cute_flash.__file__, tiles.__file__)"
+    of_tree = [str(tmp_path / "source" / name) for name in ("cute_flash/__init__.py", "arch/sm90/tiles.py")]
+    assert run(python, "-c", program, folder=tmp_path / "source").split() == of_tree
 
 
 def test_every_page_names_this_version():

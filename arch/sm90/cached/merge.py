@@ -13,7 +13,7 @@ from cutlass.memory import SmemAllocator
 
 from ...common.numeric import NEG_INF, exp2, finite_or_zero
 from ...common.rowstate import inverse_total, log_sum_exp
-from .shares import CacheSizes, Partials, run_of_group, slot_of, tiles_before, tiles_of
+from .shares import CacheSizes, Partials, run_of_group, slot_of, tiles_before
 
 WARPS = 4
 LANES = 32
@@ -34,10 +34,9 @@ def parts_of(index: Int32, seqlens: cute.Tensor, sizes: CacheSizes, tile_n: int)
         return Parts(sizes.splits, index, Int32(0))
     head_row, in_head = divmod(index, sizes.by.rows)
     batch, head = divmod(head_row, sizes.by.heads_kv)
-    before, total = tiles_before(batch, seqlens, sizes, tile_n)
+    before, mine, total = tiles_before(batch, seqlens, sizes, tile_n)
     size = run_of_group(total, sizes)
-    first = before // size
-    last = (before + tiles_of(batch, seqlens, sizes, tile_n) - 1) // size
+    first, last = before // size, (before + mine - 1) // size
     return Parts(last - first + 1, head * sizes.rows + in_head, first)
 
 
@@ -55,9 +54,10 @@ def merge_kernel(
     index, _, _ = cute.arch.block_idx()
     parts = parts_of(index, seqlens, sizes, tile_n)
     if cutlass.const_expr(tile_n > 0):
-        cute.arch.griddepcontrol_wait()  # also where the row is done: who waits for this kernel waits for that one
-        if parts.count > 1:
+        if parts.count > 1:  # else the row is done
             merge_row(partials, out, lse, parts, sizes, (width, True))
+        elif index == 0:  # one CTA at least waits: who waits for this kernel waits for that one
+            cute.arch.griddepcontrol_wait()
     else:
         merge_row(partials, out, lse, parts, sizes, (width, False))
 
@@ -85,8 +85,7 @@ def merge_row(
     sums = cute.make_rmem_tensor((columns,), Float32)
     sums.fill(0.0)
     top, total = Float32(NEG_INF), Float32(0.0)
-    if cutlass.const_expr(not grouped):
-        cute.arch.griddepcontrol_wait()
+    cute.arch.griddepcontrol_wait()
     for start in cutlass.range(0, where.count, LANES, unroll=1):
         for i in cutlass.range_constexpr(TOGETHER):
             # of a share that is not there another's, with no weight

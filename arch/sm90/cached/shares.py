@@ -22,6 +22,7 @@ class Divisors(NamedTuple):
     rows: cute.FastDivmodDivisorV2
     tiles: cute.FastDivmodDivisorV2
     splits: cute.FastDivmodDivisorV2
+    groups: cute.FastDivmodDivisorV2
 
 
 class CacheSizes(NamedTuple):
@@ -49,7 +50,7 @@ def sizes_of(q: cute.Tensor, k: cute.Tensor, tile_m: int, **others) -> CacheSize
     heads_kv, group = k.shape[2], q.shape[2] // k.shape[2]
     rows = q.shape[1] * group
     tiles = (rows + tile_m - 1) // tile_m
-    divisors = heads_kv, group, rows, tiles, others["splits"]
+    divisors = heads_kv, group, rows, tiles, others["splits"], cutlass.max(-others["split_keys"], 1)
     return CacheSizes(
         batch=q.shape[0],
         heads_kv=heads_kv,
@@ -120,50 +121,79 @@ class Slice(NamedTuple):
     tiles: Int32
 
 
-def tiles_of(row: Int32, seqlens: cute.Tensor, sizes: CacheSizes, tile_n: int) -> Int32:
-    return (cutlass.max(lengths_of(seqlens[row], sizes)[1], 1) + tile_n - 1) // tile_n
+def tiles_in(given: Int32, sizes: CacheSizes, tile_n: int) -> Int32:
+    """Key tiles of a row; `given`: its length as cache_seqlens has it."""
+    return (cutlass.max(lengths_of(given, sizes)[1], 1) + tile_n - 1) // tile_n
 
 
-@cute.jit
-def tiles_before(row: Int32, seqlens: cute.Tensor, sizes: CacheSizes, tile_n: cutlass.Constexpr[int]) -> tuple:
-    """(key tiles of the rows before `row`, of all rows). All lanes of a warp ask; so below."""
-    lane, before, total = cute.arch.lane_idx(), Int32(0), Int32(0)
-    for start in cutlass.range(0, sizes.batch, LANES, unroll=1):
-        mine = start + lane
-        tiles = tiles_of(cutlass.min(mine, sizes.batch - 1), seqlens, sizes, tile_n)
-        before += Int32(cutlass.select_(mine < row, tiles, Int32(0)))
-        total += Int32(cutlass.select_(mine < sizes.batch, tiles, Int32(0)))
-    return cute.arch.warp_reduction_sum(before), cute.arch.warp_reduction_sum(total)
+def lane_length(start: Int32, seqlens: cute.Tensor, sizes: CacheSizes) -> Int32:
+    """Of row `start` and the lane's number, or the last one."""
+    return seqlens[cutlass.min(start + cute.arch.lane_idx(), sizes.batch - 1)]
 
 
-@cute.jit
-def slice_of(group: Int32, seqlens: cute.Tensor, sizes: CacheSizes, tile_n: cutlass.Constexpr[int]) -> Slice:
-    """Rows before its first end where it begins or earlier; so many rows begin before its end."""
-    total, lane = tiles_before(Int32(0), seqlens, sizes, tile_n)[1], cute.arch.lane_idx()
-    size = run_of_group(total, sizes)
-    begin, end = cutlass.min(group * size, total), cutlass.min((group + 1) * size, total)
-    row, after, first, place = Int32(0), Int32(0), begin, Int32(0)
-    for start in cutlass.range(0, sizes.batch, LANES, unroll=1):
-        mine = start + lane
-        tiles = tiles_of(cutlass.min(mine, sizes.batch - 1), seqlens, sizes, tile_n)
-        tiles = Int32(cutlass.select_(mine < sizes.batch, tiles, Int32(0)))
-        upto = tiles
-        for i in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(upto, offset=1 << i)
-            upto += Int32(cutlass.select_(lane >= 1 << i, other, Int32(0)))
-        ended = (place + upto <= begin) & (mine < sizes.batch)
-        begun = (place + upto - tiles < end) & (mine < sizes.batch)
-        row += cute.arch.popc(cute.arch.vote_ballot_sync(ended))
-        after += cute.arch.popc(cute.arch.vote_ballot_sync(begun))
-        first -= cute.arch.warp_reduction_sum(Int32(cutlass.select_(ended, tiles, Int32(0))))
-        place += cute.arch.shuffle_sync(upto, LANES - 1)
-    return Slice(row, cutlass.max(after - row, 0), first, end - begin)
+def lane_tiles(start: Int32, given: Int32, sizes: CacheSizes, tile_n: int) -> Int32:
+    """`given`: lane_length(start). 0 where there is no such row."""
+    exists = start + cute.arch.lane_idx() < sizes.batch
+    return Int32(cutlass.select_(exists, tiles_in(given, sizes, tile_n), Int32(0)))
+
+
+def running_sum(x: Int32) -> Int32:
+    """Of the lanes up to this one."""
+    for i in range(5):
+        other = cute.arch.shuffle_sync_up(x, offset=1 << i)
+        x = x + Int32(cutlass.select_(cute.arch.lane_idx() >= 1 << i, other, Int32(0)))
+    return x
 
 
 def run_of_group(total: Int32, sizes: CacheSizes) -> Int32:
     """Key tiles."""
-    groups = -sizes.split_keys
-    return (total + groups - 1) // groups
+    return (total - 1) // sizes.by.groups + 1
+
+
+@cute.jit
+def tiles_before(row: Int32, seqlens: cute.Tensor, sizes: CacheSizes, tile_n: cutlass.Constexpr[int]) -> tuple:
+    """(key tiles of the rows before `row`, of `row`, of all). All lanes of a warp ask; so below."""
+    lane, before, mine, total = cute.arch.lane_idx(), Int32(0), Int32(0), Int32(0)
+    for start in cutlass.range(0, sizes.batch, LANES, unroll=1):
+        tiles = lane_tiles(start, lane_length(start, seqlens, sizes), sizes, tile_n)
+        before += Int32(cutlass.select_(start + lane < row, tiles, Int32(0)))
+        mine += Int32(cutlass.select_(start + lane == row, tiles, Int32(0)))
+        total += tiles
+    return tuple(cute.arch.warp_reduction_sum(each) for each in (before, mine, total))
+
+
+@cute.jit
+def slice_of(
+    group: Int32, given: Int32, seqlens: cute.Tensor, sizes: CacheSizes, tile_n: cutlass.Constexpr[int]
+) -> Slice:
+    """`given`: lane_length(0), asked for long before. Rows that end where the run begins, or before, are those of
+    others; what begins before the run ends is this one's."""
+    tiles = lane_tiles(Int32(0), given, sizes, tile_n)
+    upto = running_sum(tiles)
+    total = cute.arch.shuffle_sync(upto, LANES - 1)
+    for start in cutlass.range(LANES, sizes.batch, LANES, unroll=1):
+        total += cute.arch.warp_reduction_sum(lane_tiles(start, lane_length(start, seqlens, sizes), sizes, tile_n))
+    size = run_of_group(total, sizes)
+    begin, end = cutlass.min(group * size, total), cutlass.min((group + 1) * size, total)
+    row, after, first = count_rows(Int32(0), tiles, upto, (begin, end), sizes)
+    place = cute.arch.shuffle_sync(upto, LANES - 1)
+    for start in cutlass.range(LANES, sizes.batch, LANES, unroll=1):
+        tiles = lane_tiles(start, lane_length(start, seqlens, sizes), sizes, tile_n)
+        upto = place + running_sum(tiles)
+        more, begun, reached = count_rows(start, tiles, upto, (begin, end), sizes)
+        row, after, first = row + more, after + begun, cutlass.max(first, reached)
+        place = cute.arch.shuffle_sync(upto, LANES - 1)
+    return Slice(row, after - row, begin - first, end - begin)
+
+
+def count_rows(start: Int32, tiles: Int32, upto: Int32, run: tuple, sizes: CacheSizes) -> tuple:
+    """Of a warp's rows from `start` on: (how many end before the run, how many begin before its end, where the last of
+    the former ends)."""
+    exists = start + cute.arch.lane_idx() < sizes.batch
+    ended = cute.arch.popc(cute.arch.vote_ballot_sync((upto <= run[0]) & exists))
+    begun = cute.arch.popc(cute.arch.vote_ballot_sync((upto - tiles < run[1]) & exists))
+    last = cute.arch.shuffle_sync(upto, cutlass.max(ended - 1, 0))
+    return ended, begun, Int32(cutlass.select_(ended > 0, last, Int32(0)))
 
 
 class Shares:
@@ -242,7 +272,8 @@ class Shares:
         """(share of the slice's `number`-th row, the slice without what came of it). The share's `split` is its slot in
         the scratch, -1 of a row that is whole: of a run only the first row and the last are not."""
         row = part.row + number
-        tiles, given = tiles_of(row, seqlens, sizes, self.tile.tile_n), seqlens[row]
+        given = seqlens[row]
+        tiles = tiles_in(given, sizes, self.tile.tile_n)
         count = cutlass.min(tiles - part.first, part.tiles)
         slot = slot_of(place.split, part.first == 0)
         slot = Int32(cutlass.select_(count == tiles, Int32(-1), slot))
