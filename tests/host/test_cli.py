@@ -243,16 +243,6 @@ def test_no_plan_depends_on_head_counts(backend):
         assert direction == BACKWARD or grouped == {backend.plan(few[0])}
 
 
-def test_warmup_names_a_backward_of_few_rows_with_shared_keys_and_without():
-    command = ["warmup", "--direction", "backward", "--head-dim", "128", "--causal", "yes", "--dtype", "bfloat16"]
-    plans, _ = warmup.variants(cli.parser().parse_args(command))
-    assert {(plan.variant, plan.deterministic) for plan in plans} == {("", True), ("shared", False)}
-    q, k = (torch.empty(1, 1024, heads, 128, device="meta", dtype=torch.bfloat16) for heads in (8, 2))
-    for keys in (q, k):
-        found = explain(q.requires_grad_(), keys, keys, causal=True, arch="9.0").backward.plan
-        assert found in plans and found.variant == ("shared" if keys is k else "")
-
-
 @pytest.mark.parametrize(
     ("text", "capability"),
     [("9.0", (9, 0)), ("sm_90a", (9, 0)), ("sm90", (9, 0)), ("sm_89", (8, 9)), ("sm_103a", (10, 3)), ("12.0", (12, 0))],

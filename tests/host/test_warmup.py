@@ -189,3 +189,13 @@ def test_warmup_without_a_cache_has_nowhere_to_put_things(capsys):
     with settings.override(emulate="sm_90a"):
         assert cli.main(["warmup"]) == 2
     assert "CUTE_FLASH_EMULATE=sm_90a is set, and emulated kernels are not kept" in capsys.readouterr().err
+
+
+def test_warmup_names_a_backward_of_few_rows_with_shared_keys_and_without():
+    command = ["warmup", "--direction", "backward", "--head-dim", "128", "--causal", "yes", "--dtype", "bfloat16"]
+    plans, _ = warmup.variants(cli.parser().parse_args(command))
+    assert {(plan.variant, plan.deterministic) for plan in plans} == {("", True), ("shared", False)}
+    q, k = (torch.empty(1, 1024, heads, 128, device="meta", dtype=torch.bfloat16) for heads in (8, 2))
+    for keys in (q, k):
+        found = explain(q.requires_grad_(), keys, keys, causal=True, arch="9.0").backward.plan
+        assert found in plans and found.variant == ("shared" if keys is k else "")
