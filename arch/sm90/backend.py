@@ -18,6 +18,7 @@ ARCH = "sm_90a"
 class Sm90Backend:
     name = "sm90"
     exports = True
+    spreads = True
     row_alignment = 16  # TMA: base address and outer strides in 16-byte units
 
     def native(self, device: Device) -> bool:
