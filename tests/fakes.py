@@ -22,6 +22,7 @@ class FakeBackend:
 
     name: str = "sm90"
     exports: bool = False
+    spreads: bool = False
     row_alignment: int = 0
     toolchain: tuple[str, ...] = ()
     refusals: Sequence[str] = ()

@@ -17,6 +17,7 @@ from . import support
 class ReferenceBackend:
     name = "reference"
     exports = False
+    spreads = False
     row_alignment = 0
 
     def native(self, device: Device) -> bool:

@@ -17,6 +17,7 @@ ARCHES = {(10, 0): "sm_100a", (10, 3): "sm_103a"}
 class Sm100Backend:
     name = "sm100"
     exports = True
+    spreads = False
     row_alignment = 16  # TMA: base address and outer strides in 16-byte units
 
     def native(self, device: Device) -> bool:

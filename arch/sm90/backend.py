@@ -18,6 +18,7 @@ ARCH = "sm_90a"
 class Sm90Backend:
     name = "sm90"
     exports = True
+    spreads = True
     row_alignment = 16  # TMA: base address and outer strides in 16-byte units
 
     def native(self, device: Device) -> bool:
@@ -58,7 +59,7 @@ class Sm90Backend:
             return replace(forward, ctas=problem.device.sm_count * together)
         widths = tiles.backward_widths(*dims)
         tile = tiles.backward_tile(problem, forward.plain)
-        variant = tiles.backward_variant(*dims, tile)
+        variant = tiles.backward_variant(problem, tile)
         return replace(
             forward,
             form=problem.form,

@@ -23,8 +23,8 @@ from .cached.memory import CacheLayouts, box_layout, cache_layouts, cache_storag
 from .cached.merge import launch_merge
 from .cached.operands import compile_cache
 from .cached.pipeline import MMA_WARPS, THREADS, open_rings
-from .cached.shares import CacheSizes, Place, Share, Shares, columns_of, partials_of, sizes_of
-from .cached.tiles import ctas_asked
+from .cached.shares import CacheSizes, Place, Share, Shares, columns_of, lane_length, partials_of, sizes_of, slice_of
+from .cached.tiles import SMEM_OF_TWO, ctas_asked
 from .cached.walk import Room, Walk, WalkContext, first_key, output_view
 from .load import TmaSource
 
@@ -106,15 +106,29 @@ class DecodeSm90:
         if cutlass.const_expr(self.softcap):
             scale_log2, cap_factor = softcap * LOG2_E, 2.0 * scale_log2 / softcap
         results, factors = (out, lse, memory), (scale_log2, cap_factor)
-        self.kernel(sources, q, tables, results, factors, sizes, layouts).launch(
-            grid=(self.shares.count(sizes), 1, 1),
-            block=(THREADS, 1, 1),
-            stream=stream,
-            use_pdl=self.appends,
-            min_blocks_per_mp=self.ctas_asked,
-        )
-        if splits > 1:
-            launch_merge(partials_of(memory, sizes, self.width_v), out, lse, sizes, self.width_v, stream)
+        how = {
+            "block": (THREADS, 1, 1),
+            "stream": stream,
+            "use_pdl": self.appends,
+            "min_blocks_per_mp": self.ctas_asked,
+        }
+        if sizes.split_keys < 0:
+            if cutlass.const_expr(self.shares.groups):
+                storage = cache_storage(layouts, self.tile, self.dtype)
+                self.grouped_kernel(sources, q, tables, results, factors, sizes, layouts).launch(
+                    grid=(self.shares.count_grouped(sizes), 1, 1),
+                    smem=max(storage.size_in_bytes(), SMEM_OF_TWO + 1),  # one an SM: see there
+                    **how,
+                )
+                partials = partials_of(memory, sizes, self.width_v, grouped=True)
+                launch_merge(partials, out, lse, tables[0], sizes, (self.width_v, self.tile.tile_n), stream)
+        else:
+            self.kernel(sources, q, tables, results, factors, sizes, layouts).launch(
+                grid=(self.shares.count(sizes), 1, 1), **how
+            )
+            if splits > 1:
+                partials = partials_of(memory, sizes, self.width_v)
+                launch_merge(partials, out, lse, tables[0], sizes, (self.width_v, 0), stream)
 
     @cute.kernel
     def kernel(
@@ -136,24 +150,64 @@ class DecodeSm90:
         if warp == MMA_WARPS:
             for source in (sources.k, sources.v):
                 cpasync.prefetch_descriptor(source.atom)
+        run, known = self.first_pages(tables[1], place, sizes)  # on their way while barriers are made
+        pipes, smem, room = self.open(layouts)
+        if cutlass.const_expr(self.appends):
+            cute.arch.griddepcontrol_wait()
+        if warp == MMA_WARPS:
+            self.load_role(pipes, sources, smem[2:], tables, (place, length, run, known), sizes)
+        else:
+            frags = self.walk.open(*smem)
+            self.walk.read_q(q, room.q, place, sizes, thread)
+            share = self.shares.share(place, length, sizes)
+            self.mma_role((pipes, frags, room), results, factors, share, sizes, (thread, *self.walk.rings()))
+
+    @cute.kernel
+    def grouped_kernel(
+        self,
+        sources: CacheSources,
+        q: cute.Tensor,
+        tables: tuple,
+        results: tuple,
+        factors: tuple,
+        sizes: CacheSizes,
+        layouts: CacheLayouts,
+    ):
+        """As kernel(), of what a group has of the rows of the batch: one after the other, through one ring."""
+        given = lane_length(Int32(0), tables[0], sizes)  # on their way while barriers are made
+        cute.arch.griddepcontrol_launch_dependents()
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == MMA_WARPS:
+            for source in (sources.k, sources.v):
+                cpasync.prefetch_descriptor(source.atom)
+        pipes, smem, room = self.open(layouts)
+        place = self.shares.group_place(cute.arch.block_idx()[0], sizes)
+        part = slice_of(place.split, given, tables[0], sizes, self.tile.tile_n)
+        if cutlass.const_expr(self.appends):
+            cute.arch.griddepcontrol_wait()
+        if warp == MMA_WARPS:
+            self.load_rows(pipes, sources, smem[2:], tables, (place, part), sizes)
+        else:
+            frags = self.walk.open(*smem)
+            k_ring, v_ring = self.walk.rings()
+            for number in cutlass.range(0, part.rows, unroll=1):
+                share, part = self.shares.segment(place, part, number, tables[0], sizes)
+                self.walk.read_q(q, room.q, share, sizes, thread)
+                k_ring, v_ring = self.mma_role(
+                    (pipes, frags, room), results, factors, share, sizes, (thread, k_ring, v_ring), True
+                )
+
+    def open(self, layouts: CacheLayouts) -> tuple:
+        """(rings of K and V, (sQ, sP, sK, sV), what MMA threads share)"""
         storage = SmemAllocator().allocate(cache_storage(layouts, self.tile, self.dtype))
-        s_q, s_p, s_k, s_v = (
+        smem = tuple(
             part.get_tensor(layout.outer, swizzle=layout.inner)
             for part, layout in zip((storage.q, storage.p, storage.k, storage.v), layouts, strict=True)
         )
         stats = storage.stats.get_tensor(cute.make_layout((self.tile.tile_m, MMA_WARPS)))
-        run, known = self.first_pages(tables[1], place, sizes)  # on their way while barriers are made
         pipes = open_rings(storage, (layouts.k, layouts.v), self.tile.stages, self.dtype)
-        if cutlass.const_expr(self.appends):
-            cute.arch.griddepcontrol_wait()
-        if warp == MMA_WARPS:
-            self.load_role(pipes, sources, (s_k, s_v), tables, (place, length, run, known), sizes)
-        else:
-            room = Room(s_q[None, None, 0], s_p[None, None, 0], stats, s_v)
-            frags = self.walk.open(s_q, s_p, s_k, s_v)
-            self.walk.read_q(q, room.q, place, sizes, thread)
-            share = self.shares.share(place, length, sizes)
-            self.mma_role((pipes, frags, room), results, factors, share, sizes, thread)
+        return pipes, smem, Room(smem[0][None, None, 0], smem[1][None, None, 0], stats, smem[3])
 
     def _pages(self, page_table: cute.Tensor, place: Place, sizes: CacheSizes) -> Pages:
         return Pages(page_table[place.batch, None], sizes.cache_rows)
@@ -171,12 +225,7 @@ class DecodeSm90:
         there."""
         _, page_table, batch_idx = tables
         place, length, run, known = at
-        keys, early = self.boxes.rows, self.shares.early
-        loads = Loads(
-            box_copy(sources.k, smem[0], (keys, self.width_qk), place.head, True),
-            box_copy(sources.v, smem[1], (self.width_v, keys), place.head, False),
-            sizes.policy,
-        )
+        early, loads = self.shares.early, self.loads(sources, smem, place.head, sizes)
         state = pipelines.make_pipeline_state(pipelines.PipelineUserType.Producer, self.tile.stages)
         count = Int32(0)
         if cutlass.const_expr(not early):
@@ -191,13 +240,41 @@ class DecodeSm90:
                 count = self.shares.share(place, length, sizes).count
             load_paged(pipes, loads, run, (int(early), count), pages, known, self.boxes, state)
         else:
-            row = place.batch
-            if cutlass.const_expr(batch_idx is not None):
-                row = cutlass.min(cutlass.max(batch_idx[place.batch], 0), sizes.cache_rows - 1)
+            row = self.cache_row(batch_idx, place.batch, sizes)
             if cutlass.const_expr(early):
                 state = load_dense(pipes, loads, run, (0, 1), row, state)
                 count = self.shares.share(place, length, sizes).count
             load_dense(pipes, loads, run, (int(early), count), row, state)
+
+    def loads(self, sources: CacheSources, smem: tuple, head: Int32, sizes: CacheSizes) -> Loads:
+        keys = self.boxes.rows
+        return Loads(
+            box_copy(sources.k, smem[0], (keys, self.width_qk), head, True),
+            box_copy(sources.v, smem[1], (self.width_v, keys), head, False),
+            sizes.policy,
+        )
+
+    def cache_row(self, batch_idx: cute.Tensor | None, batch: Int32, sizes: CacheSizes) -> Int32:
+        if batch_idx is None:
+            return batch
+        return cutlass.min(cutlass.max(batch_idx[batch], 0), sizes.cache_rows - 1)
+
+    @cute.jit
+    def load_rows(self, pipes: tuple, sources: CacheSources, smem: tuple, tables: tuple, at: tuple, sizes: CacheSizes):
+        """`at`: (place of the group, what it has)."""
+        seqlens, page_table, batch_idx = tables
+        place, part = at
+        loads = self.loads(sources, smem, place.head, sizes)
+        state = pipelines.make_pipeline_state(pipelines.PipelineUserType.Producer, self.tile.stages)
+        for number in cutlass.range(0, part.rows, unroll=1):
+            share, part = self.shares.segment(place, part, number, seqlens, sizes)
+            if cutlass.const_expr(self.page_size > 0):
+                pages = self._pages(page_table, share, sizes)
+                known = open_pages(pages, share.run, self.boxes)
+                state, _ = load_paged(pipes, loads, share.run, (0, share.count), pages, known, self.boxes, state)
+            else:
+                row = self.cache_row(batch_idx, share.batch, sizes)
+                state = load_dense(pipes, loads, share.run, (0, share.count), row, state)
 
     @cute.jit
     def mma_role(
@@ -207,10 +284,13 @@ class DecodeSm90:
         factors: tuple,
         share: Share,
         sizes: CacheSizes,
-        thread: Int32,
+        at: tuple,  # (thread, rings of K and V)
+        grouped: cutlass.Constexpr[bool] = False,
     ):
+        """-> the rings moved on"""
         out, lse, memory = results
         pipes, frags, room = opened
+        thread, k_ring, v_ring = at
         columns, state = columns_of(share, sizes, thread, self.tile.tile_m), self.walk.state()
         context = WalkContext(
             pipes=pipes,
@@ -222,15 +302,19 @@ class DecodeSm90:
             thread=thread,
             limits=self.walk.limits(share, columns, sizes),
         )
-        self.walk.run(context, share, self.shares.early)
+        early = self.shares.early and not grouped
+        k_ring, v_ring = self.walk.run(context, share, early, k_ring, v_ring)
         view, first, writes = output_view(frags.o), first_key(thread), Int32(thread < 4)
-        if sizes.splits == 1:
+        alone = share.split < 0 if cutlass.const_expr(grouped) else sizes.splits == 1
+        if alone:
             store_rows(view, out, share, columns, first)
             if cutlass.const_expr(lse is not None):
                 store_lse(lse, state, share, columns, writes, factors[0])
         else:
-            partials = partials_of(memory, sizes, self.width_v)
-            store_share(view, partials, state, share, columns, sizes, (first, writes), factors[0])
+            partials = partials_of(memory, sizes, self.width_v, grouped)
+            slot = share._replace(batch=Int32(0)) if cutlass.const_expr(grouped) else share
+            store_share(view, partials, state, slot, columns, sizes, (first, writes), factors[0])
+        return k_ring, v_ring
 
 
 class BoundedDecodeSm90(DecodeSm90):

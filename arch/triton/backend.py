@@ -14,6 +14,7 @@ from . import support, tiles
 class TritonBackend:
     name = "triton"
     exports = False
+    spreads = False
     row_alignment = 0
     toolchain = ("triton",)
 

@@ -11,7 +11,7 @@ from ..spec.device import Device
 from ..spec.errors import UnsupportedError
 from ..spec.problem import CACHE, CACHE_FEW, Problem
 from ..spec.scratch import ScratchRule
-from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
+from ..spec.splits import INVARIANT_SPLIT_KEYS, cache_splits, row_groups, sharing_of
 from . import dispatch, launch, ops, report, request
 from .dispatch import Decision
 from .request import ROW_BYTES, Options, alignment_faults
@@ -228,7 +228,7 @@ class CacheCall:
 
     __slots__ = (
         "_aligns", "_allocate", "_heads_kv", "_kernel", "_nothing", "_options", "_rows", "_scratch", "_sharing",
-        "_tile_m", "_tile_n", "anywhere", "scale",
+        "_spreads", "_tile_m", "_tile_n", "anywhere", "scale",
     )  # fmt: skip
 
     def __init__(self, problem: Problem, q: torch.Tensor, options: Options) -> None:
@@ -244,6 +244,7 @@ class CacheCall:
         assert tile is not None  # every backend with caches has tiles
         self._tile_m, self._tile_n, self._options = tile.tile_m, tile.tile_n, options
         self._sharing = sharing_of(decision.plan, problem.device.sm_count)
+        self._spreads = decision.backend.spreads and not problem.mask.left
         self._aligns = decision.backend.row_alignment > 0
         scratch = decision.backend.scratch(decision.plan)
         self._scratch = scratch if isinstance(scratch, ScratchRule) else None
@@ -257,13 +258,11 @@ class CacheCall:
         capacity, split_keys = cache.capacity, 0
         if batch_invariant:
             # Two at least: merging rounds, and a row must not tell whether its cache has room for another share.
-            split_keys, num_splits = INVARIANT_SPLIT_KEYS, max(2, -(-capacity // INVARIANT_SPLIT_KEYS))
+            split_keys, splits = INVARIANT_SPLIT_KEYS, max(2, -(-capacity // INVARIANT_SPLIT_KEYS))
         elif num_splits is None:
-            query_tiles = batch * self._heads_kv * -(-seqlen_q * self._rows // self._tile_m)
-            num_splits = cache_splits(query_tiles, capacity, *self._sharing)
+            splits, split_keys = self._shares(batch, seqlen_q, capacity)
         else:  # shares are whole key tiles: more of them than there may be tiles would be empty, and want memory
-            num_splits = min(num_splits, -(-capacity // self._tile_n))
-        splits = max(1, num_splits)
+            splits = max(1, min(num_splits, -(-capacity // self._tile_n)))
         out, lse = outputs = self._allocate(q, batch, seqlen_q)
         k, v, *tables = cache
         appends = cache.appends
@@ -273,7 +272,7 @@ class CacheCall:
         if self._scratch is not None:
             memory = self._nothing
             if splits > 1:
-                elements = splits * self._scratch.elements(batch, q.shape[2], seqlen_q)
+                elements = splits * self._scratch.elements(batch if split_keys >= 0 else 1, q.shape[2], seqlen_q)
                 memory = memory.new_empty(elements)
             operands += (memory,)
         try:
@@ -285,6 +284,12 @@ class CacheCall:
             written = [x for x in (k, v) if not x.is_inference()]
             torch.autograd.graph.increment_version(written)  # whoever saved a cache for its backward is told
         return outputs
+
+    def _shares(self, batch: int, seqlen_q: int, capacity: int) -> tuple[int, int]:
+        """(splits, split_keys) where nobody says."""
+        tiles, (programs, keys) = self._heads_kv * -(-seqlen_q * self._rows // self._tile_m), self._sharing
+        groups = row_groups(batch, tiles, capacity, programs) if self._spreads else 1
+        return (2 * groups, -groups) if groups > 1 else (cache_splits(batch * tiles, capacity, programs, keys), 0)
 
     def _mended(
         self, objection: ValueError, q: torch.Tensor, cache: Cache

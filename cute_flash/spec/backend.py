@@ -34,8 +34,11 @@ cache_batch_idx  (batch,) int32: the cache row of each row of q; None: its own n
 k_new, v_new     (batch, new keys, heads_kv, dim), or None both: written into k and v behind each row's keys, as far as
                  there is room, and then part of them
 splits           a Python int >= 1: programs that share the keys of a query tile
-split_keys       0: equal shares of what each row has. Else each share is exactly so many keys, whatever the row has, so
-                 that no other row changes how a row is summed; splits * split_keys holds the whole cache
+split_keys       0: equal shares of what each row has. > 0: each share is exactly so many keys, whatever the row has, so
+                 that no other row changes how a row is summed; splits * split_keys holds the whole cache. < 0: the keys
+                 of all rows, end to end, are cut into -split_keys equal runs, and `splits` is twice as many: of a run
+                 its first row and its last may be shared. Only a backend that `spreads` is told so, of a mask without a
+                 left bound and a batch within spec/splits.py's limits
 
 As with cu_seqlens, values are not read by the office, and wrong ones touch nothing outside the operands. What is not a
 key of the row is never read into it. A Plan may say which of the operands that may be None are given (`chosen`,
@@ -82,6 +85,7 @@ from .scratch import ScratchRule, TableRule
 class Backend(Protocol):
     name: str
     exports: bool  # build() returns a CuTe-DSL object with export_to_c: the office keeps it on disk as a shared library
+    spreads: bool  # does a cache's kernel cut a whole batch into equal runs (split_keys < 0)?
     row_alignment: int  # bytes every row start and outer stride must be a multiple of; 0 = any strides are taken
 
     def native(self, device: Device) -> bool:

@@ -70,6 +70,32 @@ def test_every_count_of_shares(page_size, splits, backend):
 
 
 @pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_a_graph_of_uneven_lengths_is_replayed_with_others(page_size, backend):
+    """Rows whole, in two parts and in ten, and of few keys beside them: what a CTA has is found on the device."""
+    even = CacheCase((8000,) * 40, 1, 32, 8, 128, 128, capacity=8192, page_size=page_size, dtype="bfloat16")
+    inputs = make_inputs(even).to(DEVICE)
+    lens = torch.zeros_like(inputs.cache_seqlens)
+    uneven = [8000, 63, 0, 64, 1, 4000, 65, 2000] + [100] * 30 + [1000, 129]
+    for rows in (4, 16, 40):
+        q, table = inputs.q[:rows], inputs.page_table
+        k, v = (inputs.k, inputs.v) if page_size else (inputs.k[:rows], inputs.v[:rows])
+        tables = {"cache_seqlens": lens[:rows], "page_table": None if table is None else table[:rows]}
+        attention_kvcache(q, k, v, **tables, return_lse=True, backend=backend)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = attention_kvcache(q, k, v, **tables, return_lse=True, backend=backend)
+        for given in ([8000] * 40, uneven, uneven[::-1], [1] * 39 + [8000], [0] * 40):
+            lens.copy_(torch.tensor(given))
+            for result in (out, lse):
+                result.fill_(torch.nan)
+            graph.replay()
+            shared = attention_kvcache(q, k, v, **tables, return_lse=True, backend=backend, num_splits=3)
+            for found, right in zip((out, lse), shared, strict=True):
+                torch.testing.assert_close(found, right, rtol=2**-7, atol=1e-3)  # two neighbours in bfloat16
+
+
+@pytest.mark.parametrize("backend", FAST)
 def test_generation_loop_of_the_docs(backend):
     """Which asserts that its tokens are plain attention's; a backend that is named is used or refused."""
     names = {}
@@ -110,6 +136,17 @@ def test_a_row_does_not_depend_on_the_length_of_its_cache(backend):
     for capacity in (64, 512, 520, 1200):
         found = attention_kvcache(inputs.q, inputs.k[:, :capacity], inputs.v[:, :capacity], **options)
         assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True)), capacity
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_more_new_keys_than_32_bits_count_by_vectors(backend):
+    """2^24 + 1 of 8 heads, 2^32 + 256 vectors of 16 bytes, all of them one key; there is room for 130."""
+    inputs = make_inputs(CacheCase((0,), 1, 8, 8, 128, 128, capacity=130, dtype="bfloat16")).to(DEVICE)
+    k_new, v_new = (torch.randn(1, 1, 8, 128, device=DEVICE).bfloat16() for _ in range(2))
+    new = {"k_new": k_new.expand(1, (1 << 24) + 1, 8, 128), "v_new": v_new.expand(1, (1 << 24) + 1, 8, 128)}
+    out = attention_kvcache(*inputs.qkv, **inputs.tables, **new, backend=backend)
+    assert torch.equal(inputs.k, k_new.expand_as(inputs.k)) and torch.equal(inputs.v, v_new.expand_as(inputs.v))
+    assert oracle.relative_error(out, v_new.expand_as(out)) <= 4 * HALF_ULP[torch.bfloat16]
 
 
 @pytest.mark.parametrize("backend", FAST)

@@ -4,6 +4,7 @@ Every run: half of the cases, each under one schedule, rotating by day. scripts/
 """
 
 import contextlib
+import math
 from unittest import mock
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 
 import cute_flash
 from cute_flash import attention_kvcache
-from cute_flash.runtime import compiler
+from cute_flash.arch.sm90.cached.tiles import SMEM_OF_TWO
+from cute_flash.emulator import host
+from cute_flash.runtime import compiler, launch
 from cute_flash.spec import device as device_facts
-from cute_flash.spec import settings
+from cute_flash.spec import settings, splits
 
 from .. import oracle
 from ..cached import CacheCase, exact, lens_of, make_inputs, same, taken_out
@@ -62,6 +65,8 @@ APPENDS = (
     (case((5, 64, 100), rows=2, causal=True), 2),
     (case((5, 66, 100), page_size=16), 5),
     (case((3, 70), chosen=True), 3),
+    (case((3, 70), heads=(5, 5), dims=(136, 40)), 2),  # 110 vectors a key: some threads have none
+    (case((3, 70), heads=(6, 3), dims=256), 2),  # 192: a CTA and a half
 )
 
 
@@ -114,6 +119,86 @@ def test_new_keys_are_written_and_seen(case, new, seed, poisoned_empty):
     result, _ = attend(part, seed, **case.options, **tables, k_new=k_new, v_new=v_new, num_splits=2)
     assert same(part.k, whole.k) and same(part.v, whole.v)
     check(case, whole, *result)
+
+
+# (case, multiprocessors): rows whole and shared, of more groups than rows and fewer, some with nothing to do
+BATCHES = (
+    (case((1100, 70, 0, 500, 1), capacity=4096), 4),
+    (case((300, 300, 300), capacity=4096), 24),
+    (case((64, 64, 64, 64, 65, 65), heads=(2, 2), capacity=4096), 4),
+    (case((0, 0, 0), heads=(8, 1), capacity=4096), 132),
+    (case((1, *(64,) * 38, 900), heads=(1, 1), capacity=4096), 16),  # more rows than lanes, a row in eight groups
+    (case((130, 1000, 3), rows=3, causal=True, heads=(8, 1), capacity=4096, page_size=64), 4),
+    (case((700, 65, 320), heads=(4, 1), capacity=4096, page_size=16), 4),
+    (case((40, 640, 20), rows=40, causal=True, heads=(2, 1), capacity=4096, chosen=True), 4),  # two query tiles
+    (case((500, 3, 70), rows=2, causal=True, window=(None, 3), softcap=1.5, capacity=4096), 8),
+)
+
+
+def parts_as_documented(each: CacheCase, groups: int) -> list[tuple[int, int]]:
+    """(slot, row of the batch) of what the scratch must hold: in groups, each with an equal run of all key tiles."""
+    tiles = [max(1, -(-length // 64)) for length in each.lens]
+    run, starts = -(-sum(tiles) // groups), [sum(tiles[:row]) for row in range(len(tiles))]
+    found = []
+    for row, (start, count) in enumerate(zip(starts, tiles, strict=True)):
+        first, last = start // run, (start + count - 1) // run
+        if first < last:
+            found += [(2 * group + (group == first), row) for group in range(first, last + 1)]
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("each", "sms", "seed"), runs(BATCHES))
+def test_a_batch_is_cut_into_equal_runs(monkeypatch, each, sms, seed, poisoned_empty):
+    """Whatever a row's length, a group has as many key tiles as another, and nothing else of the scratch is written."""
+    monkeypatch.setattr(splits, "GROUPED_LEAST", 1)
+    ready, given = launch.ready, []
+
+    def watched(*asked):
+        decision, kernel = ready(*asked)
+
+        def run(*operands):
+            given.append((*operands[10:12], operands[-1].fill_(math.nan)))
+            kernel(*operands)
+
+        return decision, run
+
+    inputs = make_inputs(each)
+    with emulated(seed, sms) as emulation, mock.patch.object(launch, "ready", watched):
+        result = attention_kvcache(*inputs.qkv, **inputs.tables, **each.options, return_lse=True, backend="sm90")
+    check(each, inputs, *result)
+    tiles = each.heads_kv * -(-each.seqlen_q * each.heads_q // each.heads_kv // 64)
+    (slots, split_keys, memory), groups = given[0], sms // tiles
+    assert (slots, split_keys) == (2 * groups, -groups)
+    assert emulation.launches[0]["grid"] == (groups * tiles, 1, 1)
+    assert emulation.launches[0]["shared"] > SMEM_OF_TWO
+    written = ~memory[-2 * slots * each.seqlen_q * each.heads_q :].view(slots, -1).isnan()
+    assert (written == written[:, :1]).all()
+    assert written[:, 0].nonzero().flatten().tolist() == [slot for slot, _ in parts_as_documented(each, groups)]
+
+
+def test_appended_keys_are_part_of_the_runs(monkeypatch, poisoned_empty):
+    monkeypatch.setattr(splits, "GROUPED_LEAST", 1)
+    each = case((900, 66, 3), rows=2, causal=True, page_size=16, capacity=4096)
+    whole, part = make_inputs(each), make_inputs(each)
+    (k_new, v_new), before = taken_out(part, 3)
+    with emulated(SEEDS[0], sms=4) as emulation:
+        result = attention_kvcache(
+            *part.qkv, **{**part.tables, "cache_seqlens": before}, k_new=k_new, v_new=v_new, causal=True,
+            return_lse=True, backend="sm90",
+        )  # fmt: skip
+        assert len(emulation.launches) == 3
+    assert same(part.k, whole.k) and same(part.v, whole.v)
+    check(each, whole, *result)
+
+
+def test_as_many_ctas_as_very_many_new_keys_need(monkeypatch):
+    """2^24 + 1 keys of 8 heads are 2^32 + 256 vectors of 16 bytes. Launches are recorded, not run."""
+    monkeypatch.setattr(host.Launch, "run", lambda launch: None)
+    inputs, new = make_inputs(case((0,), heads=(8, 8))), (1 << 24) + 1
+    k_new, v_new = (torch.ones(1, 1, 8, 128, dtype=torch.bfloat16).expand(1, new, 8, 128) for _ in range(2))
+    with emulated(SEEDS[0]) as emulation:
+        attention_kvcache(*inputs.qkv, **inputs.tables, k_new=k_new, v_new=v_new, backend="sm90")
+    assert emulation.launches[0]["grid"] == (2 * new, 1, 1) and emulation.launches[0]["block"] == (128, 1, 1)
 
 
 def test_what_there_is_no_room_for_is_dropped():

@@ -8,7 +8,6 @@ import torch
 import cute_flash
 from cute_flash import UnsupportedError, attention_kvcache, kvcache
 from cute_flash.runtime import caches, request
-from cute_flash.spec.splits import CACHE_SPLIT_KEYS, INVARIANT_SPLIT_KEYS, cache_splits, sharing_of
 from tests import oracle
 from tests.cached import CacheCase, cases, exact, make_inputs
 
@@ -356,44 +355,6 @@ def test_warm_calls_of_any_batch_and_length_describe_nothing(monkeypatch):
     out, lse = attention_kvcache(*more.qkv, **more.tables, causal=True), None
     assert lse is None and oracle.relative_error(out, exact(other, more).out) <= 1e-12
     assert len(kvcache._warm) == 1
-
-
-def test_split_counts():
-    """As many programs as fill the GPU, none with fewer keys than worth it, from sizes on the host alone."""
-    assert cache_splits(8, 128 * CACHE_SPLIT_KEYS, 264) == 33
-    assert cache_splits(8, 4 * CACHE_SPLIT_KEYS, 264) == 4
-    assert cache_splits(8, 1024, 132, 128) == 8
-    assert cache_splits(1000, 1 << 20, 264) == 1
-    assert cache_splits(8, 1, 264) == 1
-    assert cache_splits(8, 1 << 20, 0) == 1
-    inputs = make_inputs(CacheCase((5, 7), dtype="bfloat16"))
-    plans = {
-        name: cute_flash.explain(*inputs.qkv, **inputs.tables, arch="9.0", backend=name).plan
-        for name in ("sm90", "triton")
-    }
-    assert sharing_of(plans["sm90"], 132) == (132, 128)
-    assert sharing_of(plans["triton"], 132) == (264, CACHE_SPLIT_KEYS)
-
-
-@pytest.mark.parametrize(
-    ("options", "capacity", "expected"),
-    [
-        ({}, 3000, (8, 0)),
-        ({"num_splits": 3}, 3000, (3, 0)),
-        ({"num_splits": 10**20}, 3000, (12, 0)),  # as many as there are tiles of 256 keys: others would be empty
-        ({"batch_invariant": True}, 3000, (-(-3000 // INVARIANT_SPLIT_KEYS), 512)),
-        ({"batch_invariant": True}, 100, (2, 512)),  # as a longer cache's, whose shares are merged
-    ],
-)
-def test_what_a_kernel_is_told_of_splits(monkeypatch, simulated, options, capacity, expected):
-    told = []
-    simulated((9, 0), sm_count=8)
-    inputs = make_inputs(CacheCase((5,), capacity=capacity, heads_q=2, heads_kv=2, dtype="float32"))
-    from cute_flash.arch.reference.backend import BACKEND
-
-    monkeypatch.setattr(BACKEND, "build", lambda plan: lambda *operands: told.append(operands[10:12]))
-    attention_kvcache(*inputs.qkv, **inputs.tables, backend="reference", **options)
-    assert told == [expected]
 
 
 @pytest.mark.parametrize("fields", [{}, {"page_size": 16}, {"chosen": True}], ids=str)

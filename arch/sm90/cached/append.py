@@ -1,4 +1,8 @@
-"""Before the keys are read: new ones are written behind those that each row has, 16 bytes a thread."""
+"""Before the keys are read: new ones are written behind those that each row has, 16 bytes a thread.
+
+A CTA writes one key, or a part of it where all heads' K and V are more vectors than it has threads: so CTAs are
+counted, which memory keeps under 2^31, and not vectors (8 heads of 128 of 2^23 keys are 2^31 of them).
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -16,11 +20,12 @@ def append_kernel(new: tuple, caches: tuple, tables: tuple, sizes: CacheSizes, p
     cute.arch.griddepcontrol_launch_dependents()
     seqlens, page_table, batch_idx = tables
     vectors = [x.shape[3] // VECTOR for x in new]
-    index = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
-    vector, rest = index % (vectors[0] + vectors[1]), index // (vectors[0] + vectors[1])
-    head, rest = rest % sizes.heads_kv, rest // sizes.heads_kv
-    key, batch = rest % sizes.appended, rest // sizes.appended
-    if batch < sizes.batch:
+    parts, block = parts_of(new, sizes), cute.arch.block_idx()[0]
+    place, part = block // parts, block % parts
+    batch, key = place // sizes.appended, place % sizes.appended
+    index = part * THREADS + cute.arch.thread_idx()[0]
+    head, vector = index // (vectors[0] + vectors[1]), index % (vectors[0] + vectors[1])
+    if head < sizes.heads_kv:
         before, _ = lengths_of(seqlens[batch], sizes)
         position = before + key
         if position < sizes.capacity:
@@ -44,8 +49,14 @@ def _copy(new: cute.Tensor, cache: cute.Tensor, source: tuple, target: tuple, pl
     cute.autovec_copy(vector(new, source), vector(cache, target))
 
 
+def parts_of(new: tuple, sizes: CacheSizes) -> Int32:
+    """CTAs of a key."""
+    vectors = sizes.heads_kv * Int32((new[0].shape[3] + new[1].shape[3]) // VECTOR)
+    return (vectors + THREADS - 1) // THREADS
+
+
 def launch_append(new: tuple, caches: tuple, tables: tuple, sizes: CacheSizes, page_size: int, stream):
-    work = sizes.batch * sizes.appended * sizes.heads_kv * Int32((new[0].shape[3] + new[1].shape[3]) // VECTOR)
+    blocks = sizes.batch * sizes.appended * parts_of(new, sizes)
     append_kernel(new, caches, tables, sizes, page_size).launch(
-        grid=((work + THREADS - 1) // THREADS, 1, 1), block=(THREADS, 1, 1), stream=stream
+        grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream
     )

@@ -4,45 +4,95 @@ One CTA a row. It starts beside the last CTAs of the kernel before, and waits. O
 outputs are asked for before anything is waited for; a lane holds neighbouring columns.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
 from ...common.numeric import NEG_INF, exp2, finite_or_zero
 from ...common.rowstate import inverse_total, log_sum_exp
-from .shares import CacheSizes, Partials
+from .shares import CacheSizes, Partials, run_of_group, slot_of, tiles_before
 
 WARPS = 4
 LANES = 32
 TOGETHER = LANES // WARPS  # shares of a warp among 32
 
 
+class Parts(NamedTuple):
+    """Of a row of the output: where they lie."""
+
+    count: Int32
+    row: Int32  # of the partials
+    first: Int32  # the group that has the first part, where groups are
+
+
+def parts_of(index: Int32, seqlens: cute.Tensor, sizes: CacheSizes, tile_n: int) -> Parts:
+    """tile_n: of groups, else 0. Lengths are read before the wait: no kernel of a call writes them."""
+    if tile_n == 0:
+        return Parts(sizes.splits, index, Int32(0))
+    head_row, in_head = divmod(index, sizes.by.rows)
+    batch, head = divmod(head_row, sizes.by.heads_kv)
+    before, mine, total = tiles_before(batch, seqlens, sizes, tile_n)
+    size = run_of_group(total, sizes)
+    first, last = before // size, (before + mine - 1) // size
+    return Parts(last - first + 1, head * sizes.rows + in_head, first)
+
+
 @cute.kernel
 def merge_kernel(
-    partials: Partials, out: cute.Tensor, lse: cute.Tensor | None, sizes: CacheSizes, width: cutlass.Constexpr[int]
+    partials: Partials,
+    out: cute.Tensor,
+    lse: cute.Tensor | None,
+    seqlens: cute.Tensor,
+    sizes: CacheSizes,
+    width: cutlass.Constexpr[int],
+    tile_n: cutlass.Constexpr[int],
 ):
-    thread, _, _ = cute.arch.thread_idx()
+    """tile_n: keys of a tile where groups share (0: all rows in as many shares, which are read at once)."""
     index, _, _ = cute.arch.block_idx()
+    parts = parts_of(index, seqlens, sizes, tile_n)
+    if cutlass.const_expr(tile_n > 0):
+        if parts.count > 1:  # else the row is done
+            merge_row(partials, out, lse, parts, sizes, (width, True))
+        elif index == 0:  # one CTA at least waits: who waits for this kernel waits for that one
+            cute.arch.griddepcontrol_wait()
+    else:
+        merge_row(partials, out, lse, parts, sizes, (width, False))
+
+
+@cute.jit
+def merge_row(
+    partials: Partials,
+    out: cute.Tensor,
+    lse: cute.Tensor | None,
+    where: Parts,
+    sizes: CacheSizes,
+    kind: cutlass.Constexpr[tuple],  # (width of V, do groups share?)
+):
+    width, grouped = kind
+    index, _, _ = cute.arch.block_idx()
+    thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % LANES, cute.arch.make_warp_uniform(thread // LANES)
     head_row, in_head = divmod(index, sizes.by.rows)
     batch, head_kv = divmod(head_row, sizes.by.heads_kv)
     token, in_group = divmod(in_head, sizes.by.group)
     head, columns = head_kv * sizes.group + in_group, width // LANES
     room = SmemAllocator().allocate_tensor(Float32, cute.make_layout((width, WARPS)), 16)
-    state, rows = partials.state[None, index, None], partials.o[None, index, None]
+    state, rows = partials.state[None, where.row, None], partials.o[None, where.row, None]
     parts = cute.make_rmem_tensor((columns, TOGETHER), Float32)
     sums = cute.make_rmem_tensor((columns,), Float32)
     sums.fill(0.0)
     top, total = Float32(NEG_INF), Float32(0.0)
     cute.arch.griddepcontrol_wait()
-    for start in cutlass.range(0, sizes.splits, LANES, unroll=1):
+    for start in cutlass.range(0, where.count, LANES, unroll=1):
         for i in cutlass.range_constexpr(TOGETHER):
             # of a share that is not there another's, with no weight
-            place = cutlass.min(start + warp + WARPS * i, sizes.splits - 1), lane * columns
-            vector = cute.domain_offset(place, rows).iterator.align(4 * (columns & -columns))
+            slot = _slot(cutlass.min(start + warp + WARPS * i, where.count - 1), where, grouped)
+            vector = cute.domain_offset((slot, lane * columns), rows).iterator.align(4 * (columns & -columns))
             cute.autovec_copy(cute.make_tensor(vector, cute.make_layout(columns)), parts[None, i])
-        share, exists = cutlass.min(start + lane, sizes.splits - 1), start + lane < sizes.splits
+        share, exists = _slot(cutlass.min(start + lane, where.count - 1), where, grouped), start + lane < where.count
         maximum, share_total = state[share, 0], state[share, 1]
         maximum = Float32(cutlass.select_(exists, maximum, Float32(NEG_INF)))
         new_top = cute.arch.fmax(top, cute.arch.warp_reduction_max(maximum))
@@ -73,8 +123,20 @@ def merge_kernel(
             row_of_lse[token] = log_sum_exp(finite_or_zero(top), total, Float32(1.0))
 
 
-def launch_merge(partials: Partials, out: cute.Tensor, lse: cute.Tensor | None, sizes: CacheSizes, width: int, stream):
-    merge_kernel(partials, out, lse, sizes, width).launch(
+def _slot(part: Int32, where: Parts, grouped: bool) -> Int32:
+    return slot_of(where.first + part, part == 0) if grouped else part
+
+
+def launch_merge(
+    partials: Partials,
+    out: cute.Tensor,
+    lse: cute.Tensor | None,
+    seqlens: cute.Tensor,
+    sizes: CacheSizes,
+    shape: tuple[int, int],  # (width of V, keys of a tile where groups share, else 0)
+    stream,
+):
+    merge_kernel(partials, out, lse, seqlens, sizes, *shape).launch(
         grid=(sizes.batch * sizes.heads_kv * sizes.rows, 1, 1),
         block=(LANES * WARPS, 1, 1),
         min_blocks_per_mp=1,  # else ptxas saves registers and asks for the outputs one after the other

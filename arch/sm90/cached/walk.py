@@ -156,17 +156,20 @@ class Walk:
             high.append(last)
         return tuple(low), tuple(high)
 
+    def rings(self) -> tuple:
+        """Of K and of V."""
+        return tuple(
+            pipelines.make_pipeline_state(pipelines.PipelineUserType.Consumer, self.tile.stages) for _ in range(2)
+        )
+
     @cute.jit
-    def run(self, context: WalkContext, share: Share, early: cutlass.Constexpr[bool]):
-        """Afterwards O is divided by the row sums, and the state's totals are of all keys. early: the first tile is
-        loaded in any case."""
+    def run(self, context: WalkContext, share: Share, early: cutlass.Constexpr[bool], k_ring, v_ring):
+        """-> the rings moved on. Afterwards O is divided by the row sums, and the state's totals are of all keys.
+        early: the first tile is loaded in any case."""
         frags, pipes, state = context.frags, context.pipes, context.state
         frags.o.fill(0.0)
         state.maximum.fill(NEG_INF)
         state.total.fill(0.0)
-        k_ring, v_ring = (
-            pipelines.make_pipeline_state(pipelines.PipelineUserType.Consumer, self.tile.stages) for _ in range(2)
-        )
         hand_to_wgmma()  # Q
         if share.count > 0:
             wait_full(pipes.k, k_ring)
@@ -197,10 +200,13 @@ class Walk:
                 self.zero_rows(context, v_ring.index, keys)
             self.issue_output(frags, v_ring.index)
             warpgroup.wait_group(0)
+            pipes.v.consumer_release(v_ring)
+            v_ring.advance()
         elif cutlass.const_expr(early):  # what is still on its way must not find shared memory in other use
             wait_full(pipes.k, k_ring)
             wait_full(pipes.v, v_ring)
         self.finish(context)
+        return k_ring, v_ring
 
     @cute.jit
     def issue_scores(self, frags: Fragments, slot: Int32):
