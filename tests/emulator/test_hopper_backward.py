@@ -126,7 +126,7 @@ def test_deterministic_gradients_are_the_same_under_every_schedule(each):
 
 def test_heads_that_are_walked_upwards():
     """The turns of a causal head that is not among the last: a query tile's last key tile comes first."""
-    each = cell(64, (130, 257), causal=True, heads=(2, 2), deterministic=True)
+    each = cell(64, (130, 258), causal=True, heads=(2, 2), deterministic=True)
     in_turn(checker.check, each, EVERY_DAY[0], backend=Compiled(sm90.BACKEND))
 
 

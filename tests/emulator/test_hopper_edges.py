@@ -1,6 +1,6 @@
 """Where a mask meets a tile's edge on Hopper, emulated: the only key that a tile hides, the only row that sees one.
 
-A score of 30 stands there, nearly all of its row: hidden, it must not weigh; seen, it must not be left out.
+A large score stands there: hidden, it must not weigh; seen, it must not be left out.
 """
 
 import math
@@ -18,7 +18,8 @@ from .gradients import EVERY_DAY, Cell
 from .hopper import SCHEDULES, attend, turn, way_of_today
 from .test_hopper_diagonal import TILES, TOLERANCE
 
-SCORE = 30.0
+SCORE = 30.0  # nearly all of its row
+HALF = 5.0  # about half: where one key has all of a row, dS is 0, and dQ tells nothing
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ def edge(dims, lengths, at, tile="", **options) -> Edge:
     return Edge(Case(1, *lengths, 2, 1, *(dims if isinstance(dims, tuple) else (dims, dims)), **options), at, tile)
 
 
-def planted(case: Case, at: tuple[int, int]):
+def planted(case: Case, at: tuple[int, int], score: float):
     """Inputs whose row and key at `at` are alike."""
-    inputs, size = make_inputs(case), math.sqrt(SCORE / math.sqrt(case.head_dim))
+    inputs, size = make_inputs(case), math.sqrt(score / math.sqrt(case.head_dim))
     inputs.q[:, at[0]], inputs.k[:, at[1]] = size, size
     return inputs
 
@@ -60,7 +61,7 @@ def due(edges):
 def test_forward(each, poisoned_empty):
     """One CTA takes all query tiles: the scores of one run into the next one's."""
     case, schedule = each.case, SCHEDULES[turn() % len(SCHEDULES)]
-    inputs, chosen = planted(case, each.at), tiles.forward_tile
+    inputs, chosen = planted(case, each.at, SCORE), tiles.forward_tile
     if each.tile:
         chosen = lambda *_, **__: TILES[each.tile][1]  # noqa: E731
     with mock.patch.object(tiles, "forward_tile", chosen):
@@ -83,11 +84,11 @@ BACKWARD = (
 @pytest.mark.parametrize("each", due(BACKWARD))
 def test_backward(each):
     case, short = each.case, each.case.head_dim > 128  # two kernels where there are few keys
-    with mock.patch.object(checker, "make_inputs", lambda case: planted(case, each.at)):
+    with mock.patch.object(checker, "make_inputs", lambda case: planted(case, each.at, HALF)):
         found, inputs, _ = checker.gradients(Cell(case, short=short), EVERY_DAY[turn() % len(EVERY_DAY)])
     options = {"causal": case.causal, "window": case.window}
     out = oracle.forward(*inputs.qkv, **options).out
-    # delta is made of O as it was rounded, which is 5% of dQ where one key has nearly all weight; likewise here
+    # delta is made of O as it was rounded, which shows where one key has much of the weight; likewise here
     slip = ((out.to(case.torch_dtype) - out) * inputs.dout).sum(-1).transpose(1, 2)
     right = oracle.backward(*inputs.qkv, inputs.dout, -slip, **options)
     for name, value, reference in zip(checker.NAMES, found, right, strict=True):
