@@ -47,6 +47,8 @@ def _versions() -> Iterable[tuple[str, str]]:
 def _cache_facts(root: Path | None) -> str:
     if root is None:
         return "off (CUTE_FLASH_CACHE_DIR)"
+    if fault := diskcache.fault(root):
+        return f"{fault}: each process compiles for itself"
     if not root.exists():
         return f"{root} (not made yet)"
     found = diskcache.entries(root)
@@ -104,9 +106,8 @@ def _short(decision: dispatch.Decision, backend: str | None) -> list[str]:
     if decision.problem.form != DENSE:
         return []
     problem = decision.problem
-    few = {f"up to {SHORT_KEYS} keys": replace(problem, short=True)}
-    if problem.direction == FORWARD:
-        few[f"up to {problem.small_rows} query rows of all heads and sequences"] = replace(problem, small=True)
+    rows = f"up to {problem.small_rows} query rows of all heads and sequences"
+    few = {f"up to {SHORT_KEYS} keys": replace(problem, short=True), rows: replace(problem, small=True)}
     plans = {words: dispatch.choose(each, backend).plan for words, each in few.items()}
     return [f"  {words}: {plan}" for words, plan in plans.items() if plan != decision.plan]
 

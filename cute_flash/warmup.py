@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import cute_flash.arch as arch
 
 from . import words
-from .runtime import compiler, dispatch, request
+from .runtime import compiler, diskcache, dispatch, request
 from .spec import device as device_facts
 from .spec import settings
 from .spec.backend import Backend
 from .spec.device import Device
 from .spec.errors import UnsupportedError
 from .spec.plan import Plan
-from .spec.problem import CACHE, CACHE_FEW, DENSE, FEW, FORWARD, PACKED
+from .spec.problem import BACKWARD, CACHE, CACHE_FEW, DENSE, FEW, FORWARD, PACKED
 
 
 class Kind(NamedTuple):
@@ -41,13 +41,25 @@ def _of_options(arguments: argparse.Namespace) -> Iterator[Kind]:
         yield Kind(dtype, dims, causal, arguments.window, arguments.softcap)
 
 
-def _of_model(path: Path, dtypes: list[str] | None) -> Iterator[Kind]:
-    """What a model of this config.json (Hugging Face's names) calls. SystemExit where it does not say."""
+def _read_model(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(all of a config.json with Hugging Face's names, the part on text in it). SystemExit where there is none."""
     try:
         config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise SystemExit(f"--config {path}: {error}") from error
-    outer, config = config, config.get("text_config") or config
+    return config, config.get("text_config") or config
+
+
+def _group_of_model(path: Path) -> int:
+    """Query heads to one of keys; 1 where it does not say."""
+    _, config = _read_model(path)
+    heads, heads_kv = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    return max(1, heads // heads_kv) if heads and heads_kv else 1
+
+
+def _of_model(path: Path, dtypes: list[str] | None) -> Iterator[Kind]:
+    """What a model of this config.json calls. SystemExit where it does not say."""
+    outer, config = _read_model(path)
     dims = _dims_of_model(path, config)
     written = config.get("dtype") or config.get("torch_dtype") or outer.get("dtype") or outer.get("torch_dtype")
     softcap = config.get("attn_logit_softcapping")
@@ -87,7 +99,9 @@ def _requests(arguments: argparse.Namespace) -> Iterator[tuple[Kind, argparse.Na
     if arguments.config:
         # The command line's dtype has a default, which a configuration that says its own overrules.
         named = arguments.dtype if arguments.dtype != DEFAULT_DTYPE else None
-        yield from ((kind, arguments) for kind in _of_model(arguments.config, named))
+        rows = arguments.rows or [_group_of_model(arguments.config)]
+        which = argparse.Namespace(**{**vars(arguments), "rows": rows})
+        yield from ((kind, which) for kind in _of_model(arguments.config, named))
     if arguments.list:
         yield from ((kind, line) for line in _of_list(arguments.list) for kind in _of_options(line))
     if not arguments.config and not arguments.list:
@@ -110,13 +124,15 @@ def _of_form(which: argparse.Namespace, direction: str) -> Iterator[dict[str, An
     asks = which.form == DENSE or direction == FORWARD
     if which.form != CACHE:
         yield from ({"short": short} for short in ((False, True) if asks else (False,)))
-    if which.form == DENSE and direction == FORWARD:
+    if which.form == DENSE:
         yield from ({"short": short, "small": True} for short in (False, True))
+    if which.form == DENSE and direction == BACKWARD:
+        yield {"short": True, "small": True, "heads_q": 16}  # heads that share keys, see words.problem
     if which.form == PACKED:
         yield from ({"short": asks, "few_rows": few, "few_keys": few} for few in (FEW[0], FEW[-1]))
     if which.form == CACHE:
         switches = words.SWITCH[which.append], words.SWITCH[which.chosen]
-        for page_size, rows, appends, chosen in itertools.product(which.page_size, which.rows, *switches):
+        for page_size, rows, appends, chosen in itertools.product(which.page_size, which.rows or [1], *switches):
             few_rows = next((few for few in CACHE_FEW if rows <= few), 0)
             if not (chosen and page_size):
                 yield {"page_size": page_size, "few_rows": few_rows, "appends": appends, "chosen": chosen}
@@ -169,10 +185,19 @@ def _all_warm(tasks: list[tuple[str, Plan]], jobs: int) -> Iterator[tuple[str, s
         yield from pool.imap_unordered(_warm, tasks)
 
 
+def _nowhere_to_keep() -> str:
+    """Why, or nothing where there is a place."""
+    if settings.current.cache_dir is None:
+        return "CUTE_FLASH_CACHE_DIR turns the disk cache off"
+    if settings.current.emulate is not None:
+        return f"CUTE_FLASH_EMULATE={settings.current.emulate} is set, and emulated kernels are not kept"
+    return diskcache.fault(settings.current.cache_dir, make=True)
+
+
 def warmup(arguments: argparse.Namespace) -> int:
     """Compile the listed variants into the disk cache; needs no GPU. Each serves every batch, length and head count."""
-    if settings.current.cache_dir is None:
-        print("CUTE_FLASH_CACHE_DIR turns the disk cache off: nowhere to keep compiled kernels", file=sys.stderr)
+    if fault := _nowhere_to_keep():
+        print(f"{fault}: nowhere to keep compiled kernels", file=sys.stderr)
         return 2
     plans, skipped = variants(arguments)
     progress = sys.stderr if arguments.json else sys.stdout
@@ -210,8 +235,9 @@ def add_kinds(command: argparse.ArgumentParser) -> None:
         "--page-size", nargs="+", type=words.page_size, default=[0], metavar="N", help="of a cache; 0: not paged"
     )
     command.add_argument(
-        "--rows", nargs="+", type=words.count, default=[1], metavar="N",
-        help="over a cache: query rows times heads of a group (8 of 32/4 heads, 32 with three more tokens speculated)",
+        "--rows", nargs="+", type=words.count, metavar="N",
+        help="over a cache: query rows times heads of a group (8 of 32/4 heads, 32 with three more tokens speculated); "
+        "default: one query row of the --config's heads, else 1",
     )  # fmt: skip
     command.add_argument("--append", choices=words.SWITCH, default="both", help="k_new and v_new beside a cache")
     command.add_argument("--chosen", choices=words.SWITCH, default="no", help="cache_batch_idx, if it is not paged")

@@ -123,7 +123,8 @@ def problem(
     device: Device, dtype: str, dims: tuple[int, int], direction: str, options: request.Options, lse: bool = False,
     form: str = DENSE,
 ) -> Problem:  # fmt: skip
-    """Of a kind of call, of no particular lengths: no plan depends on head counts."""
+    """Of a kind of call, of no particular lengths: no plan depends on head counts, but of a backward of few query rows
+    and keys on whether heads share keys."""
     return Problem(
         direction, device, dtype, dims[0], dims[1], heads_q=8, heads_kv=8, mask=options.mask,
         lse=lse or direction == BACKWARD, features=options.features, form=form,

@@ -26,7 +26,7 @@ from cute_flash.runtime import compiler
 from cute_flash.spec.device import Device
 from cute_flash.spec.mask import Mask
 from cute_flash.spec.plan import Plan
-from cute_flash.spec.problem import BACKWARD, FORWARD, SHORT_KEYS, Problem
+from cute_flash.spec.problem import BACKWARD, FORWARD, SHORT_KEYS, SMALL_ROWS, SMALL_ROWS_FULL, Problem
 
 from . import baselines, points
 from .bench import reason
@@ -64,6 +64,7 @@ def problem_of(point: points.Point, direction: str, sms: int, deterministic: boo
         mask=Mask(left=point.left is not None, right=point.causal, causal=point.causal),
         lse=True,
         short=point.seqlen_k <= SHORT_KEYS,
+        small=point.batch * point.heads_q * point.seqlen_q <= (SMALL_ROWS if point.causal else SMALL_ROWS_FULL),
         deterministic=deterministic,
     )
 

@@ -63,12 +63,13 @@ def backward(backend, dout, q, k, v, outputs: Outputs, dlse=None, *, scale=None,
     among the options: a list that gets the scratch memory, in which dQ was summed."""
     grads = [torch.full(x.shape, math.nan, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     kept = options.pop("kept", [])
-    asked = {name: options.pop(name, False) for name in ("deterministic", "short")}
+    asked = {name: options.pop(name, False) for name in ("deterministic", "short", "small")}
     wanted = problem(BACKWARD, q, k, v, lse_grad=dlse is not None, device=device, **asked, **options)
     chosen = plan(backend, wanted, tile)
     kernel, scratch = backend.build(chosen), backend.scratch(chosen)
     batch, seqlen_q, heads_q, _ = q.shape
-    memory = [] if scratch is None else [q.new_full((scratch.elements(batch, heads_q, seqlen_q),), math.nan).float()]
+    sizes = batch, heads_q, seqlen_q, 0, k.shape[2], k.shape[1]
+    memory = [] if scratch is None else [q.new_full((scratch.elements(*sizes),), math.nan).float()]
     kernel(dout, q, k, v, outputs.out, outputs.lse, dlse, *grads, *numbers(q, scale, **options), *memory)
     kept += memory
     return grads

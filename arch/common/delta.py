@@ -41,6 +41,11 @@ class Scratch(NamedTuple):
     turns: cute.Tensor | None = None  # (parts, query tiles, heads_q, batch) Int32: how often a part of dQ was added to
     counters: cute.Tensor | None = None  # Int32, one for each kernel whose CTAs draw their units
     zeroed: cute.Tensor | None = None  # (heads_kv * batch,) Int32: how many pieces CTAs have zeroed, see Ahead
+    shares: cute.Tensor | None = None  # (floats, shares - 1, key tiles, heads_kv, batch): what CTAs that share a key
+    # tile leave the last of them
+    arrived: cute.Tensor | None = (
+        None  # (warps, key tiles, heads_kv, batch) Int32: of how many that warp's part is there
+    )
 
 
 class Ahead(NamedTuple):
@@ -122,6 +127,17 @@ def _reset(counters: cute.Tensor, place: Int32):
     if place == 0:
         for i in cutlass.range_constexpr(cute.size(counters)):
             counters[i] = Int32(0)
+
+
+@cute.jit
+def _reset_all(words: cute.Tensor):
+    """By all threads of a launch."""
+    first, all_threads = (
+        cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0],
+        cute.arch.grid_dim()[0] * THREADS,
+    )
+    for i in cutlass.range(first, cute.size(words), all_threads, unroll=1):
+        words[i] = Int32(0)
 
 
 @cute.jit
@@ -212,6 +228,8 @@ def prepare_kernel(
         _zero(scratch, ahead, (tile, head, batch), thread, used)
     if cutlass.const_expr(scratch.counters is not None):
         _reset(scratch.counters, thread + tile + head + batch)
+    if cutlass.const_expr(scratch.arrived is not None):
+        _reset_all(scratch.arrived)
     if cutlass.const_expr(scratch.turns is not None):
         turns = scratch.turns[None, tile, head, batch]
         if thread < cute.size(turns):

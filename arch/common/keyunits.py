@@ -27,6 +27,8 @@ class Unit(NamedTuple):
     way: Int32  # through these: 1 from the first to the last, -1 back
     place: Place | None = None  # of packed sequences, the one that all these are of
     slot: Int32 | None = None  # and its first slot, see ragged.py
+    share: Int32 | None = None  # which of those among whom the key tile's queries are shared out
+    shares: Int32 | None = None  # so many
 
 
 def unit_count(sizes: Sizes, tile) -> Int32:

@@ -59,7 +59,7 @@ class Sm90Backend:
             return replace(forward, ctas=problem.device.sm_count * together)
         widths = tiles.backward_widths(*dims)
         tile = tiles.backward_tile(problem, forward.plain)
-        variant = tiles.backward_variant(*dims, tile)
+        variant = tiles.backward_variant(problem, tile)
         return replace(
             forward,
             form=problem.form,

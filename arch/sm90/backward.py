@@ -21,14 +21,14 @@ from cute_flash.spec.problem import PACKED
 
 from ..common import delta
 from ..common.entry import BoundedEntry, PackedBoundedEntry, PackedEntry, PlainEntry
-from ..common.keyunits import Unit, ahead_of, first_stop, next_stop, unit_count
+from ..common.keyunits import Unit, ahead_of, first_stop, next_stop
 from ..common.numeric import LOG2_E
 from ..common.order import Sizes
 from ..common.ragged import slots_of
 from .epilogue import store_direct
 from .grad import convert, zeros
 from .grad.epilogue import add_unit, add_unit_in_turn, hand_over_dq
-from .grad.load import Feed, Sources, feed_unit, prefetch_descriptors, sources_of, tile_copy
+from .grad.load import Feed, Sources, feed_unit, give_way, prefetch_descriptors, sources_of, tile_copy
 from .grad.mask import mask_transposed
 from .grad.memory import backward_layouts, rooms_of, storage_of, zeros_of
 from .grad.mma import Accumulators, BackwardMmas, as_operand, issue, make_accumulators, make_operands
@@ -57,13 +57,7 @@ from .grad.weights import (
 from .pipeline import wait_full
 from .schedule import WARPGROUP
 from .sequences import Lengths, launch_prepare, table_of
-from .tiles import ALTERNATE, APART, TABLE, dq_width, heads_together, table_room
-
-# For each query tile that a unit has less than the longest, see give_way. NVIDIA H200, 2026-12-01, one causal sequence,
-# TFLOP/s of any order / in turn / in turn with 200 / FA4: d=128 16 heads S=1024 193 202 210 212, 8 heads 2048 256 - 268
-# 269, 16 heads 512 76 - 80 88. In any order without / 200 / 400: d=64 32 heads 1024 208 206 206, d=96 21 heads 216 215
-# 215, d=256 8 heads 201 201 195.
-GIVE_WAY_NS = 200
+from .tiles import APART, TABLE, alternates, dq_width, heads_together, table_room
 
 
 class MmaContext(NamedTuple):
@@ -81,6 +75,7 @@ class MmaContext(NamedTuple):
     seqlens: tuple
     bounds: tuple  # (left, right) of a window
     dv_rows: cute.Tensor | None = None  # (keys, head_dim) of dV, of a unit
+    shared: tuple = (None, None)  # Scratch.shares and arrived
 
 
 class BackwardSm90(PlainEntry):
@@ -88,6 +83,7 @@ class BackwardSm90(PlainEntry):
     this one: they differ in what a tile's step does, in the rooms it wants and in whether they make dQ."""
 
     makes_dq = True
+    key_units = KeyUnits
 
     def __init__(self, plan: Plan, dtype: type):
         self.tile, self.max_ctas = plan.tile, plan.ctas
@@ -95,11 +91,11 @@ class BackwardSm90(PlainEntry):
         self.width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
         self.mask, self.softcap = plan.mask, plan.softcap
         self.dtype = dtype
-        self.alternate = plan.variant == ALTERNATE
+        self.alternate = alternates(plan.head_dim, plan.variant)
         # are parts of dQ added in a fixed order? Then units are walked so that few wait: see unit_of
         self.in_turn = plan.deterministic and plan.variant != APART
         self.packed = plan.form == PACKED
-        self.units = (PackedKeyUnits if self.packed else KeyUnits)(plan, self.in_turn)
+        self.units = (PackedKeyUnits if self.packed else self.key_units)(plan, self.in_turn)
         self.mmas = self.make_mmas()
         self.schedule = backward_schedule(self.mmas.warpgroups)
 
@@ -132,17 +128,19 @@ class BackwardSm90(PlainEntry):
         row_blocks = cute.ceil_div(sizes.seqlen_q, tile.tile_m)
         by_row_tile = (row_blocks, sizes.heads_q, sizes.batch)
         parts = self.mmas.dq_parts if self.in_turn else 0
-        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=not self.in_turn)
-        prepared, ahead = scratch._replace(dq=None), None  # in turn, who adds first stores
-        if cutlass.const_expr(not self.in_turn):
+        zeroes = self.units.zeroes
+        scratch = delta.scratch_of(memory, by_row_tile, tile.tile_m, self.width_dq, parts, 1, ahead=zeroes)
+        scratch, ahead = self.extended(scratch, memory, sizes), None
+        if cutlass.const_expr(zeroes):
             widths, most = (self.width_qk, self.width_v), heads_together(False)
-            prepared, ahead = scratch, ahead_of(sizes, tile, widths, self.mask, most)
+            ahead = ahead_of(sizes, tile, widths, self.mask, most)
+        prepared = scratch._replace(dq=None) if cutlass.const_expr(self.in_turn) else scratch  # who adds first stores
         delta.prepare_kernel(do, o, lse, dlse, prepared, tile.tile_m, self.width_v, ahead).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(delta.THREADS, 1, 1), stream=stream
         )
-        units = unit_count(sizes, tile)
         zeroing = zeros.Zeroing(scratch)
-        if cutlass.const_expr(not self.in_turn):
+        units = self.units.count(zeroing, sizes)
+        if cutlass.const_expr(zeroes):
             zeroing = zeros.Zeroing(scratch, ahead, sizes.heads_kv, units)
         factors = self.factors(scale, softcap)
         self.launch_keys((q, k, v, do), (zeroing, dk, dv), (scale, factors), sizes, units, stream)
@@ -150,6 +148,9 @@ class BackwardSm90(PlainEntry):
         convert.convert_kernel(scratch.dq, dq, scale, shape, scratch.turns).launch(
             grid=delta.row_tile_grid(by_row_tile), block=(self.mmas.dq_parts * WARPGROUP, 1, 1), stream=stream
         )
+
+    def extended(self, scratch: delta.Scratch, memory: cute.Tensor, sizes: Sizes) -> delta.Scratch:
+        return scratch
 
     @cute.jit
     def launch_packed(self, tensors: tuple, others: tuple, numbers: tuple, starts: tuple, memory: cute.Tensor, stream):
@@ -263,16 +264,9 @@ class BackwardSm90(PlainEntry):
                 group=warp_index // 4 - 1,
                 seqlens=(sizes.seqlen_q, sizes.seqlen_k),
                 bounds=(sizes.left, sizes.right),
+                shared=(zeroing.scratch.shares, zeroing.scratch.arrived),
             )
             self.mma_role(context, units, (dk, dv), scale)
-
-    @cute.jit
-    def give_way(self, tiles: Int32, units: Int32, sizes: Sizes):
-        """Where every CTA has one unit the longest decides: memory, which all ask at once, serves it first."""
-        if units <= cute.arch.grid_dim()[0]:
-            longest = cutlass.min(sizes.seqlen_q, sizes.seqlen_k) // self.tile.tile_m
-            fewer = cutlass.max(longest - tiles, 0)
-            cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[fewer * GIVE_WAY_NS])
 
     @cute.jit
     def load_role(self, pipes: BackwardPipelines, units: tuple, origin: tuple, rooms: tuple, sizes: Sizes):
@@ -287,7 +281,7 @@ class BackwardSm90(PlainEntry):
             unit = self.units.at(index, zeroing, sizes)
             ticket_state = announce(ring, ticket_state, self.units.ticket(index, unit))
             if cutlass.const_expr(self.in_turn and self.mask.causal and not self.packed):
-                self.give_way(unit.tiles.count, count, sizes)
+                give_way(unit.tiles.count, count, sizes, self.tile.tile_m)
             queries, keys = self.units.places(unit)
             feed = Feed(
                 k=tile_copy(sources.k, smem.k, (tile.tile_n, self.width_dq), keys),
@@ -343,7 +337,6 @@ class BackwardSm90(PlainEntry):
     @cute.jit
     def mma_role(self, context: MmaContext, units: tuple, targets: tuple, scale: Float32):
         """`targets`: (dk, dv)."""
-        acc, thread, tile_n = context.acc, context.thread, self.tile.tile_n
         dk, dv = targets
         states = backward_states(pipelines.PipelineUserType.Consumer, self.slots)
         ticket_state = unit_states(pipelines.PipelineUserType.Consumer)
@@ -352,13 +345,20 @@ class BackwardSm90(PlainEntry):
         while ticket[0] != 0:
             unit = self.units.told(ticket, group_size, context.bounds)
             seqlens = self.units.seqlens(unit, context.seqlens)
-            row_start, dv_rows = unit.key_block * tile_n, self.units.key_rows(dv, unit)
+            dv_rows = self.units.key_rows(dv, unit)
             states = self.through(context._replace(seqlens=seqlens, dv_rows=dv_rows), states, unit)
-            if cutlass.const_expr(not self.tile.under):
-                self.leave(acc.dv, dv_rows, thread, row_start, self.width_v)
-            acc.dk.store(acc.dk.load() * scale)
-            self.leave(acc.dk, self.units.key_rows(dk, unit), thread, row_start, self.width_qk)
+            self.hand_out(context, unit, (self.units.key_rows(dk, unit), dv_rows), scale)
             ticket, ticket_state = receive(ring, ticket_state)
+
+    @cute.jit
+    def hand_out(self, context: MmaContext, unit: Unit, rows: tuple, scale: Float32):
+        """dK and dV of a unit. `rows`: (keys, head_dim) of each."""
+        acc, thread, row_start = context.acc, context.thread, unit.key_block * self.tile.tile_n
+        dk_rows, dv_rows = rows
+        if cutlass.const_expr(not self.tile.under):
+            self.leave(acc.dv, dv_rows, thread, row_start, self.width_v)
+        acc.dk.store(acc.dk.load() * scale)
+        self.leave(acc.dk, dk_rows, thread, row_start, self.width_qk)
 
     def leave(self, acc: cute.Tensor, rows: cute.Tensor, thread: Int32, row_start: Int32, width: int):
         """A warpgroup's 64 keys of dK or dV. rows: (seqlen_k, head_dim)."""

@@ -6,6 +6,7 @@ from cute_flash.spec.problem import PACKED
 from ..common import operands
 from .backward import BackwardSm90, BoundedBackwardSm90, PackedBackwardSm90, PackedBoundedBackwardSm90
 from .backward_apart import ApartBackwardSm90, BoundedApartBackwardSm90
+from .backward_shared import SharedBackwardSm90
 from .backward_wide import (
     BoundedWideBackwardSm90,
     PackedBoundedWideBackwardSm90,
@@ -21,7 +22,7 @@ from .forward import (
     PackedForwardSm90,
     SplitForwardSm90,
 )
-from .tiles import APART, SPLIT, WIDE
+from .tiles import APART, SHARED, SPLIT, WIDE
 
 
 def compile_forward(plan: Plan, options: str = ""):
@@ -46,6 +47,8 @@ def compile_backward(plan: Plan, options: str = ""):
         plain, bounded = ApartBackwardSm90, BoundedApartBackwardSm90
     elif plan.variant == WIDE:
         plain, bounded = WideBackwardSm90, BoundedWideBackwardSm90
+    elif plan.variant == SHARED:
+        plain = SharedBackwardSm90
     kernel = plain if plan.plain else bounded
     return operands.compile_backward(kernel(plan, operands.DTYPES[plan.dtype]), plan, options)
 

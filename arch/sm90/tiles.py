@@ -254,6 +254,9 @@ def wide_do_slots(width_v: int) -> int:
     return 1 if width_v > 128 else 2
 
 
+SHARED = "shared"  # Plan.variant: CTAs share a key tile, see backward_shared.py
+SHARING_WARPS = 8  # that hold its sums
+
 APART = "apart"  # Plan.variant: dQ in a kernel of its own, see backward_apart.py
 
 FUSED_WIDTH = 128  # of q and k, and of v, at most where one kernel makes dQ, dK and dV: what dK, dV, S^T and dP^T of a
@@ -367,7 +370,12 @@ def _apart_tile(widths: int, plain: bool) -> Tile:
 
 def dq_width(width_qk: int, tile: Tile, variant: str) -> int:
     """Of K and dQ in the fused kernel: two warpgroups share the columns of dQ where a tile has 64 rows."""
-    return _halved(width_qk) if tile.tile_m == 64 and variant != ALTERNATE else width_qk
+    return _halved(width_qk) if tile.tile_m == 64 and not alternates(width_qk, variant) else width_qk
+
+
+def alternates(width_qk: int, variant: str) -> bool:
+    """Do the MMA warpgroups of the fused kernel take turns at dQ?"""
+    return variant == ALTERNATE or (variant == SHARED and width_qk == 96)
 
 
 # Of the kernel for dQ where the kernels are apart: two warpgroups of 64 rows; K has two slots, V one. Both kernels
@@ -380,12 +388,30 @@ DQ_TILE = Tile(128, 64, stages=2)
 # H200, 2026-11-30, half of the columns each / in turn: d=128 full S=1024 489 477, 4096 565 559, causal 4096 528 524;
 # d=96 causal 4096 456 495, because halves of 48 columns are none that wgmma reads, and K and dQ are 128 wide instead
 # (perf/results/hopper_backward_variants.csv, run 4; d=128: commit 221b1d2).
-def backward_variant(head_dim: int, head_dim_v: int, tile: Tile) -> str:
+def backward_variant(problem: Problem, tile: Tile) -> str:
+    head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
+    if shared_backward(problem):
+        return SHARED
     if tile == WIDE_TILE:
         return WIDE
     if not fused_backward(head_dim, head_dim_v):
         return APART
     return ALTERNATE if tile.tile_m == 64 and width(head_dim) % 64 != 0 else ""
+
+
+def shared_backward(problem: Problem) -> bool:
+    """Where key tiles fill the GPU once at most, and a causal mask leaves the last ones little to do: beyond SHORT_KEYS
+    keys, and where a group's heads leave few key tiles.
+
+    NVIDIA H200, 2026-12-01, commit 8de8d45, one sequence, TFLOP/s shared in two / any order / in turn / FA4. d=128 16
+    heads S=512 85 76 81 89, 1024 197 194 208 212, 8 heads 2048 311 256 267 270, 4 heads 4096 445 297 307 311, 1 head
+    16384 623 343 346 351; d=64 32 heads 512 82 96 100 109, 16 heads 1024 143 144 153 159, 8 heads 2048 239 198 209 216;
+    d=96 16 heads 1024 183 170 181 182, 8 heads 2048 287 227 236 235. 16 heads over 4, d=128 1024: 126 75 76 179.
+    """
+    dims, causal = (width(problem.head_dim), width(problem.head_dim_v)), str(problem.mask) == "causal"
+    plain = "softcap" not in problem.features and problem.form == DENSE and not problem.deterministic
+    few = small(problem) and (problem.group > 1 or not problem.short)
+    return few and causal and plain and dims in ((64, 64), (96, 96), (128, 128))
 
 
 def adds_in_turn(problem: Problem, variant: str) -> bool:
@@ -399,10 +425,13 @@ def adds_in_turn(problem: Problem, variant: str) -> bool:
     """
     if problem.deterministic or variant == APART:
         return True
+    if variant == SHARED:
+        return False
     dims, causal = (width(problem.head_dim), width(problem.head_dim_v)), str(problem.mask) == "causal"
     plain = "softcap" not in problem.features and problem.form == DENSE
-    wins = dims == (128, 128) or (dims in ((64, 64), (96, 96)) and not problem.short)
-    return wins and causal and plain and problem.group == 1
+    narrow = dims in ((64, 64), (96, 96)) and (not problem.short or small(problem))
+    wins = dims == (128, 128) or narrow
+    return wins and causal and plain
 
 
 def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
@@ -415,6 +444,9 @@ def backward_candidates(plan: Plan) -> tuple[Plan, ...]:
         wide = replace(plan, tile=WIDE_TILE, variant=WIDE)
         others = (replace(wide, deterministic=False), wide) if plan.head_dim == 192 and plan.head_dim_v >= 128 else ()
         return replace(plan, tile=Tile(64, 64, stages=2)), *others
+    if plan.variant == SHARED:
+        alone = replace(plan, variant=ALTERNATE if alternates(plan.head_dim, plan.variant) else "")
+        return alone, replace(alone, deterministic=True)
     if plan.deterministic:
         return (replace(plan, deterministic=False),)
     rows = (64, 128) if plan.head_dim + plan.head_dim_v <= 128 else (64,)
@@ -438,4 +470,8 @@ def backward_scratch(plan: Plan) -> ScratchRule:
         return ScratchRule(plan.tile.tile_m, 2, 2)
     width_dq = dq_width(plan.head_dim, plan.tile, plan.variant)
     rule = ScratchRule(plan.tile.tile_m, width_dq + 2, 4 if plan.deterministic else 2)
+    if plan.variant == SHARED:
+        tile_n = plan.tile.tile_n
+        left = tile_n * (plan.head_dim + plan.head_dim_v)
+        return replace(rule, tile_n=tile_n, floats_per_share=left, words_per_key_tile=SHARING_WARPS)
     return replace(rule, table=TABLE, table_align=TABLE_ALIGN) if plan.form == PACKED else rule

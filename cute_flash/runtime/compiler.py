@@ -141,8 +141,7 @@ def _build_and_store(root: Path, key: str, backend: Backend, plan: Plan) -> Comp
 
 
 def _say_unusable(root: Path, error: OSError) -> None:
-    reason = error.strerror or error
-    report.once(f"the cache folder {root} cannot be used ({reason}): kernels are compiled for this process only")
+    report.once(f"{diskcache.unusable(root, error)}: kernels are compiled for this process only")
 
 
 def _through_disk(root: Path, backend: Backend, plan: Plan) -> Compiled:

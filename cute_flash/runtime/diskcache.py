@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import struct
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -96,6 +97,22 @@ def load(root: Path, key: str, remove_bad: bool = False) -> Kernel | None:
         if remove_bad:
             path.unlink(missing_ok=True)
     return None
+
+
+def unusable(root: Path, error: OSError) -> str:
+    return f"the cache folder {root} cannot be used ({error.strerror or error})"
+
+
+def fault(root: Path, make: bool = False) -> str:
+    """Why nothing can be written there, or nothing. Of a folder that is missing, where it would be; or it is made."""
+    try:
+        if make:
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        nearest = next((folder for folder in (root, *root.parents) if folder.exists()), root)
+        with tempfile.TemporaryFile(dir=nearest):
+            return ""
+    except OSError as error:
+        return unusable(root, error)
 
 
 @contextlib.contextmanager

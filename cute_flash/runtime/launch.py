@@ -356,7 +356,7 @@ def bind_backward(kernel: Kernel, site: Site, scratch: ScratchRule | TableRule |
         if isinstance(scratch, ScratchRule):
             batch, seqlen_q, heads_q, _ = q.shape
             sequences = 0 if scratch.table is None else operands[10].shape[0] - 1  # of cu_seqlens_q
-            elements = scratch.elements(batch, heads_q, seqlen_q, sequences)
+            elements = scratch.elements(batch, heads_q, seqlen_q, sequences, k.shape[2], k.shape[1])
             operands += (q.new_empty(elements, dtype=torch.float32),)
         try:
             kernel(*operands)

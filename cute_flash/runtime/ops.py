@@ -154,7 +154,8 @@ def _backward(dout: torch.Tensor, dlse: torch.Tensor | None, *rest: Any) -> Any:
     words = Words(*given)
     sizes, dims, fit = _sizes(q, k, v)
     of, numbers = split(q, dims, words)
-    key = (of, sizes[2] <= SHORT_KEYS, dlse is not None)
+    batch, seqlen_q, seqlen_k = sizes
+    key = (of, seqlen_k <= SHORT_KEYS, batch * seqlen_q * dims[0] <= small_rows(of[3]), dlse is not None)
     backward = _backwards.get(key)
     if backward is None or not fit:
         request.check_tensors(q, k, v)

@@ -472,5 +472,5 @@ def describe(
 
 def backward_of(problem: Problem, lse_grad: bool) -> Problem:
     """The backward problem that a forward leads to. dout's layout is not known yet, so nothing is said of alignment."""
-    short = problem.short and problem.form == DENSE
-    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, short=short, small=False, unaligned=())
+    short, small = problem.short and problem.form == DENSE, problem.small and problem.mask.causal
+    return replace(problem, direction="backward", lse=True, lse_grad=lse_grad, short=short, small=small, unaligned=())

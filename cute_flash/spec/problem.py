@@ -40,7 +40,7 @@ class Problem:
     ieee_float32: bool = True  # float32 matmuls must not round to TF32
     features: frozenset[str] = frozenset()  # options beyond the plain call, by public name such as "softcap"
     short: bool = False  # seqlen_k <= SHORT_KEYS, where another plan may win
-    small: bool = False  # DENSE, FORWARD: batch * heads_q * seqlen_q <= small_rows, likewise
+    small: bool = False  # DENSE, of a backward causal: batch * heads_q * seqlen_q <= small_rows, likewise
     form: str = DENSE
     few_rows: int = 0  # PACKED: no sequence has more query rows, as the caller says; one of FEW, 0 = more or not said
     few_keys: int = 0

@@ -4,11 +4,13 @@ import functools
 import math
 import time
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 
 import cute_flash
 from cute_flash.arch.sm90 import backend as sm90
+from cute_flash.arch.sm90 import tiles
 from cute_flash.arch.sm100 import backend as sm100
 from cute_flash.spec import settings
 from cute_flash.spec.device import ARCHES, imagined
@@ -34,15 +36,20 @@ class Cell:
     lse_grad: bool = False
     deterministic: bool = False
     short: bool = False  # the plan of few keys; without, that of many
+    small: bool = False  # of few query rows on a large GPU
 
     def __str__(self) -> str:
-        words = {"dlse": self.lse_grad, "deterministic": self.deterministic, "short": self.short}
+        words = {"dlse": self.lse_grad, "deterministic": self.deterministic}
+        words |= {"short": self.short, "small": self.small}
         return "-".join([str(self.case), *(word for word, said in words.items() if said)])
+
+
+ASKED = ("lse_grad", "deterministic", "short", "small")
 
 
 def cell(dims, lengths, heads=(1, 1), **fields) -> Cell:
     dims = dims if isinstance(dims, tuple) else (dims, dims)
-    batch, more = fields.pop("batch", 1), [fields.pop(name, False) for name in ("lse_grad", "deterministic", "short")]
+    batch, more = fields.pop("batch", 1), [fields.pop(name, False) for name in ASKED]
     return Cell(Case(batch, *lengths, *heads, *dims, **fields), *more)
 
 
@@ -68,7 +75,11 @@ def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, la
     dlse = torch.randn(outputs.lse.shape) if each.lse_grad else None
     kept = knobs.pop("kept", [])
     knobs = {"strict_exit": True, **schedule.knobs, **knobs}
-    with settings.override(cache_dir=None, backend=None), cute_flash.emulate(arch, **knobs) as emulation:
+    with (
+        mock.patch.object(tiles, "small", lambda problem: problem.small),
+        settings.override(cache_dir=None, backend=None),
+        cute_flash.emulate(arch, **knobs) as emulation,
+    ):
         found = direct.backward(
             backend or BACKENDS[arch],
             inputs.dout,
@@ -79,6 +90,7 @@ def gradients(each: Cell, schedule: Schedule, arch: str = ARCH, backend=None, la
             deterministic=each.deterministic,
             kept=kept,
             short=each.short,
+            small=each.small,
             **options,
         )
     if launches is not None:

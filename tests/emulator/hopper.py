@@ -13,7 +13,7 @@ import cute_flash
 from cute_flash import api
 from cute_flash.arch.sm90 import tiles
 from cute_flash.emulator.counters import Counters
-from cute_flash.runtime import compiler, request
+from cute_flash.runtime import compiler, counters, request
 from cute_flash.spec import device as device_facts
 from cute_flash.spec import settings
 from cute_flash.spec import splits as split_rules
@@ -70,6 +70,20 @@ def way_of_today(at: int, days: int, ways: int, every: int = 1) -> int | None:
     return None if today % days else today // days % ways
 
 
+@contextlib.contextmanager
+def counters_left_at_zero():
+    """A launch whose CTAs draw their tiles must leave its counter as it was, for the next launch of the stream."""
+    made: list[torch.Tensor] = []
+
+    def counter() -> torch.Tensor:
+        made.append(torch.zeros(1, dtype=torch.int32))
+        return made[-1]
+
+    with mock.patch.object(counters, "counter_for", lambda device: counter):
+        yield
+    assert not any(made), made
+
+
 class _CompileClock:
     """Processor time that compiling takes."""
 
@@ -107,6 +121,7 @@ def attend(
     clock = _CompileClock()
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
+        enter(counters_left_at_zero())
         enter(mock.patch.object(compiler, "build", clock))
         if splits is not None:
             enter(mock.patch.object(SplitRule, "count", lambda *_: splits))

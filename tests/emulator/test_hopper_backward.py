@@ -13,9 +13,10 @@ import torch
 
 from cute_flash.arch.common import order
 from cute_flash.arch.sm90 import backend as sm90
-from cute_flash.arch.sm90 import backward_wide, dq
-from cute_flash.arch.sm90.grad import epilogue, zeros
+from cute_flash.arch.sm90 import backward_shared, backward_wide, dq
+from cute_flash.arch.sm90.grad import epilogue, units, zeros
 from cute_flash.emulator.errors import Deadlock, EmulatorError
+from cute_flash.spec import scratch
 
 from .. import oracle
 from ..runner import TWICE_ROUNDED
@@ -174,10 +175,59 @@ DAILY_AND_SLOW = [EVERY_DAY[0], *(pytest.param(each, marks=pytest.mark.slow) for
 @pytest.mark.parametrize("schedule", DAILY_AND_SLOW, ids=str)
 def test_zeros_for_later_sections(schedule):
     """Causal: L2 holds one head, so that most zeros are made by earlier CTAs."""
-    each = cell(64, (193, 193), causal=True, batch=4)
+    each = cell(64, (193, 193), causal=True, batch=4, short=True)
     with mock.patch.object(order, "L2_SECTION_BYTES", 1):
         found, inputs, _ = gradients(each, schedule, backend=Compiled(sm90.BACKEND))
     assert max(_errors(each, found, inputs)) < TWICE_ROUNDED
+
+
+SHARED = (
+    cell(128, (193, 193), causal=True, small=True),
+    cell(64, (300, 257), causal=True, heads=(2, 1), batch=2, small=True),
+    cell(96, (150, 200), causal=True, lse_grad=True, small=True),
+    cell(128, (70, 300), causal=True, heads=(4, 2), small=True, short=True),  # one query tile or two: shares of none
+    cell(64, (200, 257), causal=True, heads=(4, 1), small=True, short=True),  # eight shares
+    cell(64, (200, 70), causal=True, small=True),  # rows that see no key
+)
+
+
+@pytest.mark.parametrize("each, schedule", [
+    pytest.param(each, schedule, marks=[] if way_of_today(at, 2, len(SCHEDULES)) == way else [pytest.mark.slow])
+    for at, each in enumerate(SHARED)
+    for way, schedule in enumerate(SCHEDULES)
+], ids=str)  # fmt: skip
+def test_key_tiles_that_two_ctas_share(each, schedule):
+    launches = []
+    found, inputs, dlse = gradients(each, schedule, launches=launches)
+    exact = oracle.backward(*inputs.qkv, inputs.dout, dlse, causal=True)
+    assert max(oracle.relative_error(a, b) for a, b in zip(found, exact, strict=True)) < TWICE_ROUNDED
+    assert "SharedBackward" in launches[1]["kernel"]
+
+
+def test_a_groups_heads_are_halved_together_where_key_tiles_are_many():
+    each = SHARED[1]
+    with mock.patch.object(scratch, "SHARED_TILES", 1), mock.patch.object(units, "SHARED_TILES", 1):
+        found, inputs, _ = gradients(each, EVERY_DAY[0], backend=Compiled(sm90.BACKEND))
+    assert max(_errors(each, found, inputs)) < TWICE_ROUNDED
+
+
+def test_who_shares_a_key_tile_waits_for_nobody_who_has_not_started():
+    found, inputs, _ = gradients(SHARED[1], EVERY_DAY[0], resident=1)
+    assert max(_errors(SHARED[1], found, inputs)) < TWICE_ROUNDED
+
+
+PLANTED_SHARED = {
+    "nobody waits for the other's sums": {"wait_for": lambda *_: None},
+    "nobody is told": {"tell": lambda *_: None},
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED_SHARED)
+def test_a_planted_fault_in_shared_key_tiles_is_noticed(fault):
+    """Eight shares of one key tile, all at once: of four heads, half of which have the one query tile."""
+    each = cell(64, (70, 100), causal=True, heads=(4, 1), small=True, short=True)
+    with mock.patch.object(checker, "SMS", 8):
+        must_be_noticed(each, backward_shared, PLANTED_SHARED[fault], resident=8)
 
 
 PLANTED = {

@@ -20,7 +20,7 @@ from cute_flash.spec import settings
 
 from .. import oracle, packed
 from ..packed import LONG, SHORT, SHORTEST, Inputs, PackedCase, cases, make_inputs, same
-from .hopper import ARCH, SCHEDULES, SMS, Schedule, turn
+from .hopper import ARCH, SCHEDULES, SMS, Schedule, counters_left_at_zero, turn
 
 ERROR = 4e-3  # of bfloat16's output, as tests/emulator/test_hopper_forward.py
 
@@ -29,6 +29,7 @@ ERROR = 4e-3  # of bfloat16's output, as tests/emulator/test_hopper_forward.py
 def emulated(schedule: Schedule, sms: int = SMS):
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
+        enter(counters_left_at_zero())
         enter(mock.patch.dict(device_facts._SM_COUNTS, {device_facts.ARCHES[ARCH]: sms}))
         enter(settings.override(cache_dir=None, backend=None, strict=False))
         enter(cute_flash.emulate(ARCH, **schedule.knobs))
@@ -217,7 +218,7 @@ EXTREMES = [(0, 200, -(2**31), 210, 256), (-(2**31), 100, -(2**31), 2**31 - 1, -
 
 @pytest.mark.parametrize(("seed", "starts"), [*((seed, None) for seed in range(4)), *enumerate(EXTREMES)])
 def test_lengths_out_of_order_touch_nothing_else(seed, starts):
-    """The emulator watches every address; and the next call, which uses the same counter, is right."""
+    """The emulator watches every address, and that the counter is zero again; and the next call is right."""
     case = same(100, 30, 70, 56, dtype="bfloat16", causal=True)
     inputs = make_inputs(case)
     torch.manual_seed(seed)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import cute_flash
+from perf import page as report_page
 from perf import records, report
 
 from .. import oracle
@@ -307,3 +308,13 @@ def test_sentences_about_all_points_are_true(name):
     assert re.findall(sentence, readme)[-1] == (count, mean)
     sentence = rf"([\d.]+) times the best rival's speed over (\d+) points, least ([\d.]+) \(`perf/results/{name}.csv`"
     assert re.findall(sentence, PAGES["CHANGELOG.md"]) == [(mean, count, f"{min(ratios):.3f}")]
+
+
+@pytest.mark.slow
+def test_the_report_is_the_page_of_these_csvs():
+    """But for its pictures, which another matplotlib draws in other bytes."""
+    pytest.importorskip("matplotlib")
+    pictures = re.compile(r"base64,[\w+/=]+")
+    stored = (ROOT / "perf" / "report.html").read_text(encoding="utf-8")
+    assert pictures.sub("", stored) == pictures.sub("", report_page.page()), "write it anew: see perf/README.md"
+    assert len(pictures.findall(stored)) == 4

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,7 @@ COMMON_BACKWARD = [
     backward((256, 256), CAUSAL),
     backward((192, 192), CAUSAL),
     backward((128, 128), FULL),
+    backward((128, 128), CAUSAL, small=True),
     backward((64, 64), Mask(left=True, right=True, causal=True), "softcap"),
 ]
 EVERY_BACKWARD = list(
@@ -125,6 +127,10 @@ EVERY_BACKWARD = list(
         for dims, mask, dtype in itertools.product(
             [(96, 96), (128, 128), (192, 192), (192, 128)], (FULL, CAUSAL), ("bfloat16", "float16")
         )
+    )
+    | dict.fromkeys(
+        backward(dims, CAUSAL, short=short, small=True)
+        for dims, short in itertools.product([(64, 64), (96, 96), (128, 128)], (False, True))
     )
 )
 
@@ -223,7 +229,33 @@ def test_causal_heads_add_in_turn_unasked_where_it_won():
     assert in_turn(128, CAUSAL, short=True) and not any(in_turn(dim, CAUSAL, short=True) for dim in (64, 96))
     assert not any(in_turn(dim, FULL) or in_turn(dim, CAUSAL, "softcap") for dim in (64, 96, 128))
     assert not any(in_turn(dims, CAUSAL) for dims in (32, (64, 96), 192))
-    assert not any(in_turn(dim, CAUSAL, heads_kv=4) for dim in (64, 96, 128))
+    assert all(in_turn(dim, CAUSAL, heads_kv=4) for dim in (64, 96, 128))  # no plan depends on head counts
+
+
+def test_ctas_share_key_tiles_where_causal_rows_are_few():
+    """tiles.shared_backward says with what figures."""
+
+    def variant(dim: int, mask: Mask, *features: str, **options) -> str:
+        return backward((dim, dim), mask, *features, **{"small": True, **options}).variant
+
+    assert {variant(dim, CAUSAL, short=short) for dim in (40, 64, 96, 128) for short in (False, True)} == {"shared"}
+    assert {variant(dim, CAUSAL, heads_kv=8) for dim in (64, 96, 128)} == {"shared"}
+    assert not any(backward((dim, dim), CAUSAL, small=True).deterministic for dim in (64, 96, 128))
+    alone = [backward((dim, dim), CAUSAL, small=True, short=True, heads_kv=8) for dim in (64, 96, 128)]
+    assert all(each.deterministic and each.variant != "shared" for each in alone)
+    others = [variant(128, FULL), variant(128, CAUSAL, "softcap"), variant(128, CAUSAL, deterministic=True)]
+    others += [variant(128, CAUSAL, small=False), variant(128, Mask(left=True, right=True, causal=True))]
+    assert not any([*others, variant(32, CAUSAL)]) and variant(192, CAUSAL) == "wide"
+
+
+@pytest.mark.parametrize("heads, shares", [((8, 8), 2), ((8, 2), 8), ((16, 2), 16), ((17, 1), 2)])
+def test_scratch_of_shared_key_tiles(heads, shares):
+    """One share less, in float32, behind all that any plan has: of 8 key tiles, 128 of all query heads at most."""
+    plan = backward((128, 128), CAUSAL, small=True)
+    alone = replace(plan, variant="", deterministic=False)
+    more = [BACKEND.scratch(each).elements(1, heads[0], 1000, 0, heads[1], 1000) for each in (plan, alone)]
+    each = (shares - 1) * 128 * 256 + 8  # and a word for each of eight warps
+    assert 0 <= more[0] - more[1] - 8 * heads[1] * each < 32
 
 
 def test_long_heads_of_128_under_a_full_mask_have_tiles_of_80_queries():

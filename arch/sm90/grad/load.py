@@ -11,10 +11,17 @@ from cutlass.cute.nvgpu import cpasync
 from cute_flash.spec.plan import Tile
 
 from ...common.keyunits import Unit, first_stop, next_stop
+from ...common.order import Sizes
 from ...common.ragged import Rows, ragged_view, sequence_heads
 from .memory import TmaSource
 from .pipeline import BackwardPipelines
 from .schedule import LOAD_WARP
+
+# For each query tile that a unit has less than the longest, see give_way. NVIDIA H200, 2026-12-01, one causal sequence,
+# TFLOP/s of any order / in turn / in turn with 200 / FA4: d=128 16 heads S=1024 193 202 210 212, 8 heads 2048 256 - 268
+# 269, 16 heads 512 76 - 80 88. In any order without / 200 / 400: d=64 32 heads 1024 208 206 206, d=96 21 heads 216 215
+# 215, d=256 8 heads 201 201 195.
+GIVE_WAY_NS = 200
 
 
 class Sources(NamedTuple):
@@ -124,3 +131,12 @@ def feed_unit(pipes: BackwardPipelines, states: tuple, feed: Feed, unit: Unit, i
         fetch(pipes.k, kv_state, feed.k, unit.key_block, unit.head_kv)
     kv_state.advance()
     return kv_state, q_state, do_state
+
+
+@cute.jit
+def give_way(tiles: Int32, units: Int32, sizes: Sizes, tile_m: cutlass.Constexpr):
+    """Where every CTA has one unit the longest decides: memory, which all ask at once, serves it first."""
+    if units <= cute.arch.grid_dim()[0]:
+        longest = cutlass.min(sizes.seqlen_q, sizes.seqlen_k) // tile_m
+        fewer = cutlass.max(longest - tiles, 0)
+        cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[fewer * GIVE_WAY_NS])

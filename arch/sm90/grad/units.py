@@ -2,13 +2,14 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from cute_flash.spec.plan import Plan
+from cute_flash.spec.scratch import SHARED_TILES
 
 from ...common.blocks import row_tiles
 from ...common.delta import Scratch
-from ...common.keyunits import Unit, in_sections, row_bytes, ticket_of, unit_count, unit_from, unit_of
+from ...common.keyunits import Unit, in_sections, index_from, row_bytes, ticket_of, unit_count, unit_from, unit_of
 from ...common.order import Sizes, head_by_head, longest_first
 from ...common.ragged import Place, Rows, only_rows
 from ..sequences import entry_at, place_at, tile_total
@@ -53,6 +54,51 @@ class KeyUnits:
     def key_rows(self, tensor: cute.Tensor, unit: Unit) -> cute.Tensor:
         """(keys, head_dim) of dK or dV."""
         return tensor[unit.batch, None, unit.head_kv, None]
+
+
+class SharedKeyUnits(KeyUnits):
+    """Several units a key tile, one after the other. Each has half of the query tiles that see it, of its own head of
+    the group or, where key tiles are many, of all: the first those far from the diagonal, and the fewer. The last waits
+    for the others, see backward_shared.py."""
+
+    def __init__(self, plan: Plan, in_turn: bool):
+        super().__init__(plan, in_turn)
+        self.zeroes = False
+
+    def alone(self, sizes: Sizes):
+        """Has every head of a group two shares of its own? As ScratchRule.elements has it."""
+        key_tiles = (sizes.seqlen_k + self.tile.tile_n - 1) // self.tile.tile_n
+        return Int64(key_tiles) * sizes.heads_q * sizes.batch <= SHARED_TILES
+
+    def shares(self, sizes: Sizes) -> Int32:
+        heads = Int32(cutlass.select_(self.alone(sizes), sizes.heads_q // sizes.heads_kv, 1))
+        return 2 * heads
+
+    def count(self, origin: Zeroing, sizes: Sizes) -> Int32:
+        return self.shares(sizes) * super().count(origin, sizes)
+
+    @cute.jit
+    def at(self, index: Int32, origin: Zeroing, sizes: Sizes) -> Unit:
+        shares = self.shares(sizes)
+        unit = KeyUnits.at(self, index // shares, origin, sizes)
+        tiles, share = unit.tiles, index % shares
+        middle, far = tiles.last - tiles.count // 2, share % 2 == 0
+        first = Int32(cutlass.select_(far, middle, tiles.first))
+        last = Int32(cutlass.select_(far, tiles.last, middle))
+        way = Int32(cutlass.select_(self.alone(sizes), -1, 1))  # the walk has one way: it tells the two kinds apart
+        return self._share(unit._replace(tiles=tiles._replace(first=first, last=last), way=way), index)
+
+    @cute.jit
+    def told(self, ticket: tuple, group: Int32, bounds: tuple) -> Unit:
+        return self._share(unit_from(ticket, group), index_from(ticket))
+
+    @cute.jit
+    def _share(self, unit: Unit, index: Int32) -> Unit:
+        alone = unit.way < 0
+        shares = 2 * Int32(cutlass.select_(alone, unit.group, 1))
+        share, group = index % shares, Int32(cutlass.select_(alone, 1, unit.group))
+        head = unit.head_first + Int32(cutlass.select_(alone, share // 2, 0))
+        return unit._replace(head_first=head, group=group, share=share, shares=shares)
 
 
 class PackedKeyUnits(KeyUnits):
