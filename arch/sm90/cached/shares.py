@@ -183,8 +183,7 @@ def slice_of(
         more, begun, reached = count_rows(start, tiles, upto, (begin, end), sizes)
         row, after, first = row + more, after + begun, cutlass.max(first, reached)
         place = cute.arch.shuffle_sync(upto, LANES - 1)
-    # or ptxas takes the load warp's lanes for divergent and brings them together before every TMA
-    return Slice(*(cute.arch.make_warp_uniform(x) for x in (row, after - row, begin - first, end - begin)))
+    return Slice(row, after - row, begin - first, end - begin)
 
 
 def count_rows(start: Int32, tiles: Int32, upto: Int32, run: tuple, sizes: CacheSizes) -> tuple:
