@@ -43,9 +43,7 @@ class Scratch(NamedTuple):
     zeroed: cute.Tensor | None = None  # (heads_kv * batch,) Int32: how many pieces CTAs have zeroed, see Ahead
     shares: cute.Tensor | None = None  # (floats, shares - 1, key tiles, heads_kv, batch): what CTAs that share a key
     # tile leave the last of them
-    arrived: cute.Tensor | None = (
-        None  # (warps, key tiles, heads_kv, batch) Int32: of how many that warp's part is there
-    )
+    arrived: cute.Tensor | None = None  # (warps, key tiles, heads_kv, batch) Int32: how many have left that warp's part
 
 
 class Ahead(NamedTuple):
@@ -132,11 +130,8 @@ def _reset(counters: cute.Tensor, place: Int32):
 @cute.jit
 def _reset_all(words: cute.Tensor):
     """By all threads of a launch."""
-    first, all_threads = (
-        cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0],
-        cute.arch.grid_dim()[0] * THREADS,
-    )
-    for i in cutlass.range(first, cute.size(words), all_threads, unroll=1):
+    first = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
+    for i in cutlass.range(first, cute.size(words), cute.arch.grid_dim()[0] * THREADS, unroll=1):
         words[i] = Int32(0)
 
 

@@ -33,10 +33,8 @@ class SharedBackwardSm90(BackwardSm90):
         tile, rows = self.tile, (sizes.seqlen_q + self.tile.tile_m - 1) // self.tile.tile_m
         before = Int64(rows) * sizes.heads_q * sizes.batch * (tile.tile_m * (self.width_dq + 2) + 2)
         before = (before + SHARED_ALIGN - 1) // SHARED_ALIGN * SHARED_ALIGN
-        key_tiles, floats = (
-            (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n,
-            tile.tile_n * (self.width_qk + self.width_v),
-        )
+        key_tiles = (sizes.seqlen_k + tile.tile_n - 1) // tile.tile_n
+        floats = tile.tile_n * (self.width_qk + self.width_v)
         units, others = (key_tiles, sizes.heads_kv, sizes.batch), self.units.shares(sizes) - 1
         left = Int64(floats) * others  # of a key tile
         strides = (1, floats, left, left * key_tiles, left * key_tiles * sizes.heads_kv)
